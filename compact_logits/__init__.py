@@ -1,0 +1,19 @@
+"""Log-probs, entropy and KL of the rows that count, without the logits of the rows that do not."""
+
+from __future__ import annotations
+
+from compact_logits.errors import CompactLogitsError
+from compact_logits.rows import RowSelection, scatter, select
+from compact_logits.scorers import TokenStats, linear_log_probs, log_probs
+from compact_logits.vocab_parallel import VocabShard
+
+__all__ = [
+    "CompactLogitsError",
+    "RowSelection",
+    "TokenStats",
+    "VocabShard",
+    "linear_log_probs",
+    "log_probs",
+    "scatter",
+    "select",
+]

@@ -1,0 +1,68 @@
+"""One frozen configuration, read from the environment once, at install. Numeric functions never see it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from compact_logits.errors import ConfigError
+
+__all__ = ["DEFAULT_CHUNK_BYTES", "Config", "parse_bytes"]
+
+DEFAULT_CHUNK_BYTES = 256 * 2**20
+
+_PREFIX = "COMPACT_LOGITS"
+_MODES: dict[str, Literal["off", "on", "strict"]] = {"": "off", "0": "off", "1": "on", "strict": "strict"}
+_UNITS = {"": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+
+
+def parse_bytes(text: str) -> int:
+    """Return the number of bytes that `text` names: a whole number, or one with KiB, MiB or GiB behind it.
+
+    Raises `ConfigError` for anything else and for zero.
+    """
+    match = re.fullmatch(r"\s*(\d+)\s*([a-zA-Z]*)\s*", text)
+    unit = _UNITS.get(match[2].lower()) if match else None
+    if match is None or unit is None or int(match[1]) == 0:
+        raise ConfigError(f"a byte count must be a positive whole number, or one with KiB, MiB or GiB, got {text!r}")
+    return int(match[1]) * unit
+
+
+@dataclass(frozen=True)
+class Config:
+    """What the environment asks for.
+
+    `mode`: `"off"` installs nothing; `"on"` compacts what is proven and leaves the rest to the full path;
+    `"strict"` raises `RefusedError` where `"on"` would leave it to the full path.
+    `chunk_bytes`: transient bytes the head may hold for chunks of logits.
+    """
+
+    mode: Literal["off", "on", "strict"] = "off"
+    chunk_bytes: int = DEFAULT_CHUNK_BYTES
+
+    @property
+    def enabled(self) -> bool:
+        return self.mode != "off"
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str]) -> Config:
+        """Read `COMPACT_LOGITS` and `COMPACT_LOGITS_CHUNK_BYTES` from `environ`.
+
+        Raises `ConfigError` for an unknown value, and for an unknown name that begins with `COMPACT_LOGITS`,
+        since a mistyped switch that does nothing costs its user a run.
+        """
+        known = {_PREFIX, f"{_PREFIX}_CHUNK_BYTES"}
+        unknown = sorted(name for name in environ if name.startswith(_PREFIX) and name not in known)
+        if unknown:
+            raise ConfigError(f"unknown environment variable {unknown[0]}; the known ones are {', '.join(sorted(known))}")
+        value = environ.get(_PREFIX, "").strip().lower()
+        if value not in _MODES:
+            raise ConfigError(f"COMPACT_LOGITS must be unset, 0, 1 or strict, got {environ[_PREFIX]!r}")
+        chunk_bytes = environ.get(f"{_PREFIX}_CHUNK_BYTES")
+        try:
+            parsed = DEFAULT_CHUNK_BYTES if chunk_bytes is None else parse_bytes(chunk_bytes)
+        except ConfigError as error:
+            raise ConfigError(f"COMPACT_LOGITS_CHUNK_BYTES: {error}") from None
+        return cls(mode=_MODES[value], chunk_bytes=parsed)

@@ -1,0 +1,118 @@
+"""Which ranks share rows of hidden states, and how the gradient of these rows goes back to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from compact_logits.errors import InputError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["Local", "Replicated", "RowExchange", "SequenceSharded"]
+
+Wait = Callable[[], Tensor]
+
+
+class RowExchange(Protocol):
+    """Between the rows this rank was given and the rows it projects."""
+
+    def gather(
+        self,
+        rows: Tensor,  # (local rows, hidden)
+    ) -> Tensor:  # (projected rows, hidden)
+        ...
+
+    def start_reduce(
+        self,
+        d_rows: Tensor,  # (projected rows, hidden), this rank's part of the gradient; may be overwritten
+    ) -> Wait:  # wait() -> (local rows, hidden)
+        ...
+
+
+class Local:
+    """The rows and the whole vocabulary are here. No collective."""
+
+    def gather(self, rows: Tensor) -> Tensor:
+        return rows
+
+    def start_reduce(self, d_rows: Tensor) -> Wait:
+        return lambda: d_rows
+
+
+@dataclass(frozen=True)
+class Replicated:
+    """Every rank of the group has the same rows and a slice of the vocabulary.
+
+    Collectives: forward none; backward one all-reduce of `(rows, hidden)`, of one row of zeros where there are none.
+    """
+
+    group: ProcessGroup
+
+    def gather(self, rows: Tensor) -> Tensor:
+        return rows
+
+    def start_reduce(self, d_rows: Tensor) -> Wait:
+        sent = d_rows if d_rows.shape[0] else d_rows.new_zeros(1, d_rows.shape[1])
+        work = dist.all_reduce(sent, group=self.group, async_op=True)
+
+        def wait() -> Tensor:
+            work.wait()
+            return d_rows
+
+        return wait
+
+
+@dataclass(frozen=True)
+class SequenceSharded:
+    """Every rank of the group has its own rows (sequence parallelism) and a slice of the vocabulary.
+
+    `counts[r]` is how many rows rank `r` has; every rank knows all of them, since the loss mask is replicated, so only
+    the rows that count travel, padded to the largest count. The padding is dropped before the projection.
+
+    Collectives: forward one all-gather, backward one reduce-scatter, both of `(ranks * max(counts), hidden)`, of one
+    row a rank where there are none.
+    """
+
+    group: ProcessGroup
+    counts: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.counts) != self.group.size():
+            raise InputError(
+                f"needed one row count for each of the {self.group.size()} ranks of the group, got {len(self.counts)}"
+            )
+
+    @property
+    def _slot(self) -> int:
+        return max(*self.counts, 1) if len(self.counts) > 1 else max(self.counts[0], 1)
+
+    def gather(self, rows: Tensor) -> Tensor:
+        mine = self.counts[self.group.rank()]
+        if rows.shape[0] != mine:
+            raise InputError(f"this rank's row count is {mine}, but it has {rows.shape[0]} rows")
+        sent = rows.new_zeros(self._slot, rows.shape[1])
+        sent[:mine] = rows
+        received = sent.new_empty(self.group.size() * self._slot, rows.shape[1])
+        dist.all_gather_into_tensor(received, sent, group=self.group)
+        slots = received.view(self.group.size(), self._slot, -1)
+        return torch.cat([slots[rank, :count] for rank, count in enumerate(self.counts)])
+
+    def start_reduce(self, d_rows: Tensor) -> Wait:
+        slots = d_rows.new_zeros(self.group.size(), self._slot, d_rows.shape[1])
+        for slot, part in zip(slots, d_rows.split(self.counts), strict=True):
+            slot[: part.shape[0]] = part
+        received = d_rows.new_empty(self._slot, d_rows.shape[1])
+        work = dist.reduce_scatter_tensor(received, slots.flatten(0, 1), group=self.group, async_op=True)
+
+        def wait() -> Tensor:
+            work.wait()
+            return received[: self.counts[self.group.rank()]]
+
+        return wait

@@ -1,0 +1,174 @@
+"""The chunked projection: hidden states to per-row scalars, without the logits of all rows ever standing in memory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from compact_logits.chunks import ChunkPlan, Scratch, plan_chunks, work_dtype
+from compact_logits.exchange import Local, Replicated, RowExchange
+from compact_logits.weight_grad import ReturnedWeightGrad, WeightGrad
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from compact_logits.scorers.contract import Scorer
+
+__all__ = ["as_autocast", "score_hidden"]
+
+
+def as_autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The tensors in the dtype that a linear layer would compute in here: autocast's where it is on."""
+    device_type = next(tensor.device.type for tensor in tensors if tensor is not None)
+    if not torch.is_autocast_enabled(device_type):
+        return tensors
+    dtype = torch.get_autocast_dtype(device_type)
+    return tuple(tensor if tensor is None else tensor.to(dtype) for tensor in tensors)
+
+
+def score_hidden(
+    hidden: Tensor,  # (local rows, hidden)
+    weight: Tensor,  # (vocab_local, hidden)
+    bias: Tensor | None,  # (vocab_local,)
+    scorer: Scorer,
+    *,
+    exchange: RowExchange | None = None,
+    group: ProcessGroup | None = None,
+    weight_grad: WeightGrad | None = None,
+    chunk_bytes: int | None = None,
+) -> tuple[Tensor, ...]:  # the scorer's outputs, each (projected rows, ...)
+    """Run `scorer` over `hidden @ weight.T + bias`, chunk by chunk.
+
+    `exchange` says how local rows become the projected ones (default: the same rows on every rank of `group`, the
+    vocabulary's group, or one rank where that is `None`). `weight_grad` says where the weight's gradient goes.
+
+    Memory: at most `chunk_bytes` of logits; saved for backward are the projected rows, O(rows) scalars and the logits
+    of the leading chunk. Backward forms the other chunks' logits again. Collectives: those of `exchange` and of
+    `scorer.merge`, whatever the number of chunks and also with zero rows.
+    """
+    if exchange is None:
+        exchange = Local() if group is None or group.size() == 1 else Replicated(group)
+    inputs = [tensor for tensor in (hidden, weight, bias) if tensor is not None]
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs):
+        grad_of_weight = ReturnedWeightGrad() if weight_grad is None else weight_grad
+        return _ScoreHidden.apply(hidden, weight, bias, scorer, exchange, grad_of_weight, chunk_bytes)
+    with torch.no_grad():
+        rows = exchange.gather(hidden)
+        plan = plan_chunks(rows.shape[0], weight.shape[0], rows.dtype, rows.device, chunk_bytes)
+        return _forward(rows, weight, bias, scorer, plan, keep=False)[0]
+
+
+class _ScoreHidden(torch.autograd.Function):
+    """One node a micro-batch, so that DDP sees one gradient for the weight however many chunks there were."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        scorer: Scorer,
+        exchange: RowExchange,
+        weight_grad: WeightGrad,
+        chunk_bytes: int | None,
+    ) -> tuple[Tensor, ...]:
+        rows = exchange.gather(hidden)
+        plan = plan_chunks(rows.shape[0], weight.shape[0], rows.dtype, rows.device, chunk_bytes)
+        outputs, saved, kept = _forward(rows, weight, bias, scorer, plan, keep=True)
+        ctx.save_for_backward(rows, weight, bias, kept, *saved)
+        ctx.scorer, ctx.exchange, ctx.weight_grad, ctx.plan = scorer, exchange, weight_grad, plan
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*[o for o, d in zip(outputs, scorer.differentiable, strict=True) if not d])
+        return outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        rows, weight, bias, kept, *saved = ctx.saved_tensors
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        plan: ChunkPlan = ctx.plan
+        work = work_dtype(rows.dtype)
+        grads = tuple(g if g is None else g.to(work) for g in grads)
+        scratch = Scratch(plan, weight.shape[0], rows)
+        d_rows = torch.empty_like(rows, memory_format=torch.contiguous_format) if needs_hidden else None
+        d_bias = torch.zeros(weight.shape[0], dtype=work, device=rows.device) if needs_bias else None
+        chunks = list(plan.chunks())
+        if needs_weight:
+            ctx.weight_grad.begin(weight, len(chunks))
+        wait = None
+        for chunk in chunks:
+            d_logits = scratch.chunk(_length(chunk))
+            was_kept = chunk.stop <= kept.shape[0]
+            logits = kept[chunk] if was_kept else _project(rows[chunk], weight, bias, d_logits)
+            for local, block in plan.blocks(chunk):
+                z = d_logits[local] if d_logits.dtype == work else scratch.block(_length(block))
+                if was_kept or d_logits.dtype != work:
+                    z.copy_(logits[local])
+                ctx.scorer.d_logits_(
+                    z,
+                    scratch.spare(_length(block)) if ctx.scorer.needs_spare else None,
+                    block,
+                    tuple(tensor[block] for tensor in saved),
+                    tuple(g if g is None else g[block] for g in grads),
+                )
+                if d_logits.dtype != work:
+                    d_logits[local].copy_(z)
+            if d_rows is not None:
+                torch.mm(d_logits, weight, out=d_rows[chunk])
+                if chunk.stop == plan.rows:  # the reduction runs while the last weight product is formed
+                    wait = ctx.exchange.start_reduce(d_rows)
+            if needs_weight:
+                ctx.weight_grad.add(d_logits, rows[chunk])
+            if d_bias is not None:
+                d_bias += d_logits.sum(dim=0, dtype=work)
+        if d_rows is not None and wait is None:
+            wait = ctx.exchange.start_reduce(d_rows)
+        return (
+            wait() if wait is not None else None,
+            ctx.weight_grad.finish() if needs_weight else None,
+            d_bias.to(bias.dtype) if d_bias is not None else None,
+            *[None] * 4,
+        )
+
+
+def _forward(
+    rows: Tensor,  # (rows, hidden)
+    weight: Tensor,  # (vocab_local, hidden)
+    bias: Tensor | None,
+    scorer: Scorer,
+    plan: ChunkPlan,
+    *,
+    keep: bool,
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:  # outputs, saved, kept logits (kept, vocab_local)
+    scratch = Scratch(plan, weight.shape[0], rows)
+    kept = rows.new_empty(plan.kept if keep else 0, weight.shape[0])
+    stats = rows.new_empty(plan.rows, scorer.stats_width, dtype=work_dtype(rows.dtype))
+    for chunk in plan.chunks():
+        keeping = chunk.stop <= kept.shape[0]
+        out = kept[chunk] if keeping else scratch.chunk(_length(chunk))
+        logits = _project(rows[chunk], weight, bias, out)
+        for local, block in plan.blocks(chunk):
+            z = logits[local]
+            if keeping or z.dtype != stats.dtype:
+                z = scratch.block(_length(block)).copy_(z)
+            spare = scratch.spare(_length(block)) if scorer.needs_spare else None
+            stats[block] = scorer.local_stats(z, spare, block)
+    outputs, saved = scorer.merge(stats)
+    return outputs, saved, kept
+
+
+def _project(
+    rows: Tensor,  # (chunk, hidden)
+    weight: Tensor,  # (vocab_local, hidden)
+    bias: Tensor | None,
+    out: Tensor,  # (chunk, vocab_local)
+) -> Tensor:
+    torch.mm(rows, weight.t(), out=out)
+    return out if bias is None else out.add_(bias)
+
+
+def _length(rows: slice) -> int:
+    return rows.stop - rows.start

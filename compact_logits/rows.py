@@ -1,0 +1,95 @@
+"""Which rows count, where they stand, and the way there and back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from compact_logits.errors import InputError
+
+__all__ = ["RowSelection", "scatter", "select"]
+
+
+@dataclass(frozen=True)
+class RowSelection:
+    """The rows of one micro-batch, on one context-parallel rank, that are projected.
+
+    Built once a micro-batch from host values, so that nothing later waits for the device. It is the same on every
+    tensor-parallel rank; under sequence parallelism shard `r` of `len(counts)` holds the rows
+    `r * num_rows / len(counts)` up to the next shard's first, and `counts[r]` of them are kept.
+    """
+
+    indices: Tensor  # (kept,) int64, ascending, positions among the `num_rows` rows
+    targets: Tensor  # (kept,) int64, the id of the token at the next position of the same sequence
+    num_rows: int
+    counts: tuple[int, ...]
+
+    @classmethod
+    def build(
+        cls,
+        keep: Tensor,  # (rows,) bool, on the CPU
+        label_source: Tensor,  # (rows,) int64, on the CPU: index into `tokens` of the row's label, -1 for none
+        tokens: Tensor,  # (tokens,) int64, all sequences of the micro-batch one after another, on any device
+        *,
+        shards: int = 1,
+    ) -> RowSelection:
+        """Select the rows where `keep` is set. Collectives: none. Device synchronisation: none.
+
+        Raises `InputError` where a kept row has no label (the last token of a sequence, padding), where the rows do not
+        divide into `shards`, and where `keep` or `label_source` is not on the CPU. `indices` and `targets` are on the
+        device of `tokens`.
+        """
+        if keep.device.type != "cpu" or label_source.device.type != "cpu":
+            raise InputError("needed keep and label_source on the CPU; copy the loss mask there once a micro-batch")
+        if keep.dtype != torch.bool or keep.shape != label_source.shape or keep.dim() != 1:
+            raise InputError(
+                f"needed bool keep and int64 label_source of one length, got {tuple(keep.shape)} of {keep.dtype} "
+                f"and {tuple(label_source.shape)} of {label_source.dtype}"
+            )
+        num_rows = keep.shape[0]
+        if shards < 1 or num_rows % shards:
+            raise InputError(f"{num_rows} rows do not divide into {shards} sequence-parallel shards; pad them")
+        indices = keep.nonzero().squeeze(1)
+        sources = label_source[indices]
+        if bool((sources < 0).any()):
+            row = int(indices[sources < 0][0])
+            raise InputError(
+                f"row {row} is kept but has no label: it is the last token of its sequence, or padding; "
+                f"the loss mask must be aligned to the row that predicts the token"
+            )
+        per_shard = keep.view(shards, -1).sum(dim=1).tolist() if num_rows else [0] * shards
+        return cls(
+            indices=indices.to(tokens.device, non_blocking=True),
+            targets=tokens[sources.to(tokens.device, non_blocking=True)].to(torch.int64),
+            num_rows=num_rows,
+            counts=tuple(per_shard),
+        )
+
+    @property
+    def kept(self) -> int:
+        return sum(self.counts)
+
+    def of_shard(self, rank: int) -> Tensor:  # (counts[rank],) int64
+        """The kept rows of one sequence-parallel shard, counted from its first row."""
+        start = sum(self.counts[:rank])
+        first_row = rank * (self.num_rows // len(self.counts))
+        return self.indices[start : start + self.counts[rank]] - first_row
+
+
+def select(
+    rows: Tensor,  # (rows, ...)
+    indices: Tensor,  # (kept,) int64, distinct
+) -> Tensor:  # (kept, ...)
+    """The rows at `indices`. The gradient of every other row is exactly zero, whatever stands in it."""
+    return rows.index_select(0, indices)
+
+
+def scatter(
+    values: Tensor,  # (kept, ...)
+    indices: Tensor,  # (kept,) int64, distinct
+    num_rows: int,
+) -> Tensor:  # (rows, ...), own storage
+    """The inverse of `select`: a new tensor, `values` at `indices` and exactly 0.0 elsewhere."""
+    return values.new_zeros(num_rows, *values.shape[1:]).index_copy(0, indices, values)

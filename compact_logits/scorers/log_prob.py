@@ -1,0 +1,201 @@
+"""Log-prob of one id a row, and entropy of the row, over a vocabulary that may be sharded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from compact_logits import validation
+from compact_logits.errors import InputError
+from compact_logits.given_logits import score_logits
+from compact_logits.projection import as_autocast, score_hidden
+from compact_logits.vocab_parallel import VocabShard, gather_stats, merge_softmax
+
+__all__ = ["Entropy", "LogProbScorer", "TokenStats", "check_entropy", "linear_log_probs", "log_probs"]
+
+# A logit of -inf (a masked column) has p = 0 and adds nothing to the entropy, but 0 * -inf would be NaN.
+_FLOOR = -1e30
+
+Entropy = Literal["none", "metric", "loss"]
+
+
+class TokenStats(NamedTuple):
+    """Per-row results, both fp32 and of the shape of the targets."""
+
+    log_probs: Tensor
+    entropy: Tensor | None
+
+
+@dataclass(frozen=True)
+class LogProbScorer:
+    """`log p_t = (z_t - M) - log S` and `H = log S - U / S` with the shifted sums of `merge_softmax`.
+
+    The shifted form loses nothing for large logits, where `M + log S` would round at the scale of `M`.
+    Gradients: `d log p_t / dz_j = [j = t] - p_j` and `dH / dz_j = - p_j (log p_j + H)`, divided by the temperature.
+    An id that no shard owns has a NaN log-prob: it is not a number that could be mistaken for one.
+    """
+
+    targets: Tensor  # (rows,) int64, global
+    shard: VocabShard
+    temperature: float | Tensor  # scalar or (rows,)
+    entropy: Entropy
+
+    @property
+    def stats_width(self) -> int:
+        return 3 if self.entropy == "none" else 4
+
+    @property
+    def needs_spare(self) -> bool:
+        return self.entropy != "none"
+
+    @property
+    def differentiable(self) -> tuple[bool, ...]:
+        return (True,) if self.entropy == "none" else (True, self.entropy == "loss")
+
+    def local_stats(self, z: Tensor, spare: Tensor | None, rows: slice) -> Tensor:
+        stats = z.new_zeros(z.shape[0], self.stats_width)
+        if self.shard.size == 0:
+            stats[:, 0], stats[:, 2] = -torch.inf, torch.nan
+            return stats
+        self._temper_(z, rows)
+        ids, owned = self.shard.local_ids(self.targets[rows])
+        stats[:, 2] = z.gather(1, ids[:, None]).squeeze(1).masked_fill_(~owned, torch.nan)
+        maximum = z.amax(dim=1)
+        stats[:, 0] = maximum
+        z.sub_(maximum.masked_fill(maximum == -torch.inf, 0.0)[:, None])
+        if spare is None:
+            stats[:, 1] = z.exp_().sum(dim=1)
+        else:
+            torch.exp(z.clamp_(min=_FLOOR), out=spare)
+            stats[:, 1] = spare.sum(dim=1)
+            stats[:, 3] = z.mul_(spare).sum(dim=1)
+        return stats
+
+    def merge(self, stats: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        ranks = gather_stats(stats, self.shard)
+        selected = ranks[0, :, 2]
+        for other in ranks[1:, :, 2]:
+            selected = torch.fmax(selected, other)  # NaN stands for "not mine"
+        moments = None if self.entropy == "none" else ranks[:, :, 3]
+        maximum, sum_exp, moment = merge_softmax(ranks[:, :, 0], ranks[:, :, 1], moments)
+        log_sum = sum_exp.log()
+        log_prob = (selected - maximum) - log_sum
+        if moment is None:
+            return (log_prob,), (maximum, log_sum)
+        entropy = log_sum - moment / sum_exp
+        return (log_prob, entropy), (maximum, log_sum, entropy - log_sum)
+
+    def d_logits_(
+        self, z: Tensor, spare: Tensor | None, rows: slice, saved: tuple[Tensor, ...], grads: tuple[Tensor | None, ...]
+    ) -> None:
+        if self.shard.size == 0:
+            return
+        self._temper_(z, rows)
+        maximum, log_sum = saved[0], saved[1]
+        d_log_prob = grads[0] if grads[0] is not None else torch.zeros_like(log_sum)
+        d_entropy = grads[1] if len(grads) > 1 else None
+        if isinstance(self.temperature, Tensor):
+            scale = self.temperature[rows].to(z.dtype).reciprocal()
+        else:
+            scale = torch.full_like(log_sum, 1.0 / self.temperature)
+        inverse_sum = (-log_sum).exp() * scale
+        z.sub_(maximum[:, None])
+        if d_entropy is None:
+            z.exp_().mul_((-d_log_prob * inverse_sum)[:, None])
+        else:
+            # -p (d_log_prob + d_entropy (log p + H)), the bracket being affine in the shifted logit.
+            assert spare is not None
+            constant = d_log_prob + d_entropy * saved[2]
+            torch.exp(z.clamp_(min=_FLOOR), out=spare)
+            torch.addcmul((-constant * inverse_sum)[:, None], z, (-d_entropy * inverse_sum)[:, None], out=z)
+            z.mul_(spare)
+        ids, owned = self.shard.local_ids(self.targets[rows])
+        # One id a row, so reading, adding and writing back is exact and deterministic where scatter_add_ is not.
+        at_target = z.gather(1, ids[:, None]) + (d_log_prob * scale).masked_fill(~owned, 0.0)[:, None]
+        z.scatter_(1, ids[:, None], at_target)
+
+    def _temper_(self, z: Tensor, rows: slice) -> None:
+        if isinstance(self.temperature, Tensor):
+            z.div_(self.temperature[rows].to(z.dtype)[:, None])
+        elif self.temperature != 1.0:
+            z.div_(self.temperature)
+
+
+def check_entropy(entropy: str) -> None:
+    """Raise `InputError` unless `entropy` is one of the three settings."""
+    if entropy not in ("none", "metric", "loss"):
+        raise InputError(f"entropy must be 'none', 'metric' (value without graph) or 'loss', got {entropy!r}")
+
+
+def linear_log_probs(
+    hidden: Tensor,  # (rows, hidden)
+    weight: Tensor,  # (vocab_local, hidden)
+    targets: Tensor,  # (rows,) int64, global ids
+    *,
+    bias: Tensor | None = None,  # (vocab_local,)
+    shard: VocabShard | None = None,
+    temperature: float | Tensor = 1.0,  # scalar or (rows,)
+    entropy: Entropy = "none",
+    chunk_bytes: int | None = None,
+) -> TokenStats:  # fp32 (rows,) each
+    """Log-prob of `targets` and entropy under `softmax((hidden @ weight.T + bias) / temperature)`, without the logits.
+
+    Equals `reference.log_probs(hidden @ weight.T, targets)`; never holds `(rows, vocab_local)`, but chunks of at most
+    `chunk_bytes` (default 256 MiB). The product is in the dtype of `hidden`, everything after it in fp32.
+
+    `shard=None`: `weight` is the whole vocabulary. With a shard, `hidden` and `targets` are the same on all ranks of
+    its group, and the gradient of `hidden` is summed over it here. `entropy`: `"none"`, `"metric"` (a value, no graph)
+    or `"loss"` (differentiable). Gradients have the dtypes of their inputs; the weight's is accumulated in fp32.
+
+    Collectives over `shard.group`: forward one all-gather of three or four fp32 a row; backward one all-reduce of
+    the gradient of `hidden`, if it needs one. Also with zero rows. Raises `InputError` on every rank alike, before them.
+    """
+    hidden, weight, bias = as_autocast(hidden, weight, bias)
+    resolved = validation.check_head(hidden, weight, bias, shard)
+    scorer = _checked_scorer(targets, hidden.shape[:1], resolved, temperature, entropy, chunk_bytes)
+    outputs = score_hidden(hidden, weight, bias, scorer, group=resolved.group, chunk_bytes=chunk_bytes)
+    return TokenStats(outputs[0], outputs[1] if len(outputs) > 1 else None)
+
+
+def log_probs(
+    logits: Tensor,  # (..., vocab_local)
+    targets: Tensor,  # (...) int64, global ids
+    *,
+    shard: VocabShard | None = None,
+    temperature: float | Tensor = 1.0,  # scalar or (...)
+    entropy: Entropy = "none",
+    chunk_bytes: int | None = None,
+) -> TokenStats:  # fp32 (...) each
+    """Log-prob of `targets` and entropy under `softmax(logits / temperature)`, over logits that exist already.
+
+    Equals `reference.log_probs`; never writes to `logits`, and holds no second tensor of their size in forward and
+    only their gradient (in their dtype) in backward. `shard`, `entropy` and errors as in `linear_log_probs`.
+
+    Collectives over `shard.group`: forward one all-gather of three or four fp32 a row; backward none.
+    """
+    resolved = validation.check_logits(logits, shard)
+    leading = logits.shape[:-1]
+    scorer = _checked_scorer(targets, leading, resolved, temperature, entropy, chunk_bytes)
+    outputs = score_logits(rearrange(logits, "... vocab -> (...) vocab"), scorer, chunk_bytes=chunk_bytes)
+    shaped = [output.view(leading) for output in outputs]
+    return TokenStats(shaped[0], shaped[1] if len(shaped) > 1 else None)
+
+
+def _checked_scorer(
+    targets: Tensor,  # (...) int64
+    shape: torch.Size,
+    shard: VocabShard,
+    temperature: float | Tensor,
+    entropy: Entropy,
+    chunk_bytes: int | None,
+) -> LogProbScorer:
+    validation.check_row_ids(targets, shape, shard)
+    validation.check_temperature(temperature, shape)
+    validation.check_chunk_bytes(chunk_bytes)
+    check_entropy(entropy)
+    per_row = temperature.flatten() if isinstance(temperature, Tensor) else float(temperature)
+    return LogProbScorer(targets=targets.flatten(), shard=shard, temperature=per_row, entropy=entropy)

@@ -1,0 +1,115 @@
+"""Checks of what a caller passes, made before any collective and alike on every rank: they look at shapes, dtypes
+and host values only, so that no rank waits for a device and none goes on where another has raised."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from compact_logits.errors import InputError
+from compact_logits.vocab_parallel import VocabShard
+
+__all__ = ["check_chunk_bytes", "check_head", "check_logits", "check_row_ids", "check_temperature"]
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def check_head(
+    hidden: Tensor,  # (rows, hidden)
+    weight: Tensor,  # (vocab_local, hidden)
+    bias: Tensor | None,  # (vocab_local,)
+    shard: VocabShard | None,
+) -> VocabShard:
+    """The weight's shard, the whole vocabulary where `shard` is `None`.
+
+    Raises `InputError` unless the three fit a linear head, by shape and dtype, and the shard fits the weight.
+    """
+    if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
+        raise InputError(
+            f"needed hidden (rows, hidden) and weight (vocab_local, hidden) with the same hidden size, got "
+            f"hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)}; pass the hidden states, not the logits"
+        )
+    if hidden.dtype != weight.dtype or hidden.dtype not in _FLOATS:
+        raise InputError(
+            f"hidden and weight need one floating dtype, got {hidden.dtype} and {weight.dtype}; cast one of them"
+        )
+    if bias is not None and (tuple(bias.shape) != (weight.shape[0],) or bias.dtype != weight.dtype):
+        raise InputError(
+            f"needed a bias ({weight.shape[0]},) of {weight.dtype}, got {tuple(bias.shape)} of {bias.dtype}"
+        )
+    return _checked_shard(weight.shape[0], shard, "weight")
+
+
+def check_logits(
+    logits: Tensor,  # (..., vocab_local)
+    shard: VocabShard | None,
+) -> VocabShard:
+    """The logits' shard, the whole vocabulary where `shard` is `None`.
+
+    Raises `InputError` unless `logits` is floating and its last axis is as wide as the shard.
+    """
+    if logits.dim() < 1 or logits.dtype not in _FLOATS:
+        raise InputError(f"needed floating logits (..., vocab_local), got {tuple(logits.shape)} of {logits.dtype}")
+    return _checked_shard(logits.shape[-1], shard, "logits")
+
+
+def _checked_shard(vocab_local: int, shard: VocabShard | None, name: str) -> VocabShard:
+    if shard is not None and shard.size != vocab_local:
+        raise InputError(
+            f"the shard [{shard.start}, {shard.stop}) holds {shard.size} ids but {name} has {vocab_local}; "
+            f"pass the VocabShard of this rank's own slice, or no shard where the whole vocabulary is here"
+        )
+    if shard is None and vocab_local == 0:
+        raise InputError(f"{name} holds no vocabulary; an empty slice needs the VocabShard that says so")
+    return VocabShard(0, vocab_local) if shard is None else shard
+
+
+def check_row_ids(
+    ids: Tensor,  # (..., ) int64, global vocabulary ids
+    shape: torch.Size | tuple[int, ...],
+    shard: VocabShard,
+    name: str = "targets",
+) -> None:
+    """Raise `InputError` unless `ids` is int64, of `shape`, and its host values are legal.
+
+    Values on a device are not read, since that would wait for it; an id that no shard owns then gives a NaN log-prob.
+    """
+    if ids.dtype != torch.int64 or tuple(ids.shape) != tuple(shape):
+        raise InputError(f"needed int64 {name} {tuple(shape)}, got {tuple(ids.shape)} of {ids.dtype}")
+    if ids.device.type != "cpu" or ids.numel() == 0:
+        return
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0:
+        raise InputError(f"{name} must be vocabulary ids, got {low}; select the rows that count instead of marking rows")
+    if not shard.sharded and high >= shard.size:
+        raise InputError(f"{name} must be below the vocabulary size {shard.size}, got {high}")
+
+
+def check_temperature(
+    temperature: float | Tensor,  # scalar, or (rows,)
+    shape: torch.Size | tuple[int, ...],
+) -> None:
+    """Raise `InputError` unless the temperature is positive and finite, one for all or one a row, and a constant."""
+    if isinstance(temperature, Tensor):
+        if tuple(temperature.shape) != tuple(shape) or not temperature.is_floating_point():
+            raise InputError(
+                f"a temperature per row must be floating {tuple(shape)}, "
+                f"got {tuple(temperature.shape)} of {temperature.dtype}"
+            )
+        if temperature.requires_grad:
+            raise InputError("the temperature gets no gradient here; pass temperature.detach()")
+        if temperature.device.type != "cpu" or temperature.numel() == 0:
+            return
+        low, high = float(temperature.min()), float(temperature.max())
+    else:
+        low = high = float(temperature)
+    if not (low > 0 and math.isfinite(high)):
+        raise InputError(f"the temperature must be positive and finite, got {high if low > 0 else low}")
+
+
+def check_chunk_bytes(chunk_bytes: int | None) -> None:
+    """Raise `InputError` unless the chunk budget is a positive number of bytes, or `None` for the default."""
+    if chunk_bytes is not None and (isinstance(chunk_bytes, bool) or not isinstance(chunk_bytes, int) or chunk_bytes < 1):
+        raise InputError(f"chunk_bytes must be a positive whole number of bytes or None, got {chunk_bytes!r}")

@@ -1,0 +1,97 @@
+"""Where a rank's slice of the vocabulary stands, and how per-row statistics of all slices become one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from compact_logits.errors import InputError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["VocabShard", "gather_stats", "merge_softmax"]
+
+
+@dataclass(frozen=True)
+class VocabShard:
+    """This rank holds the vocabulary ids `start <= id < stop`; the ranks of `group` hold the others.
+
+    Shards may be uneven and may be empty; together they must cover the vocabulary once. `group=None` says that this
+    shard is the whole vocabulary, and then it starts at 0.
+    """
+
+    start: int
+    stop: int
+    group: ProcessGroup | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start <= self.stop:
+            raise InputError(f"a vocabulary shard needs 0 <= start <= stop, got start={self.start}, stop={self.stop}")
+        if self.group is None and self.start != 0:
+            raise InputError(
+                f"a vocabulary shard without a process group is the whole vocabulary and starts at 0, "
+                f"got start={self.start}; pass the tensor-parallel group"
+            )
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def sharded(self) -> bool:
+        """Whether other ranks hold other ids."""
+        return self.group is not None and self.group.size() > 1
+
+    def local_ids(
+        self,
+        ids: Tensor,  # (...) int64, global
+    ) -> tuple[Tensor, Tensor]:  # local ids (...), clamped into the shard; owned (...) bool
+        """Translate global ids. An id of another shard gets some legal local id and `owned=False`. No collective."""
+        owned = (ids >= self.start) & (ids < self.stop)
+        return (ids - self.start).clamp(0, max(self.size - 1, 0)), owned
+
+
+def gather_stats(
+    stats: Tensor,  # (rows, stats) fp32
+    shard: VocabShard,
+) -> Tensor:  # (ranks, rows, stats) fp32
+    """All ranks' statistics of the same rows, in rank order, so that every rank merges the same numbers to the same bits.
+
+    One all-gather where the vocabulary is sharded, none otherwise. With zero rows the all-gather still takes place,
+    over one row, since back ends disagree about empty messages.
+    """
+    if not shard.sharded:
+        return stats[None]
+    assert shard.group is not None
+    rows, width = stats.shape
+    sent = stats.contiguous() if rows else stats.new_zeros(1, width)
+    received = sent.new_empty(shard.group.size() * sent.shape[0], width)
+    dist.all_gather_into_tensor(received, sent, group=shard.group)
+    return received.view(shard.group.size(), -1, width)[:, :rows]
+
+
+def merge_softmax(
+    maximum: Tensor,  # (ranks, rows), max_j z_j of each shard, -inf where a shard has nothing
+    sum_exp: Tensor,  # (ranks, rows), sum_j exp(z_j - maximum)
+    sum_exp_shifted: Tensor | None = None,  # (ranks, rows), sum_j exp(z_j - maximum) (z_j - maximum)
+) -> tuple[Tensor, Tensor, Tensor | None]:  # maximum (rows,), sum_exp (rows,), sum_exp_shifted (rows,)
+    """The same three sums over the whole vocabulary, shifted by its maximum. No collective.
+
+    With `M = max_r m_r` and `w_r = exp(m_r - M)`: `S = sum_r w_r s_r` and `U = sum_r w_r (u_r + (m_r - M) s_r)`;
+    the online softmax of Milakov and Gimelshein (arXiv:1805.02867), with its first moment.
+    """
+    top = maximum.amax(dim=0)
+    finite_top = top.masked_fill(top == -torch.inf, 0.0)
+    shift = maximum - finite_top
+    weight = shift.exp()
+    total = (weight * sum_exp).sum(dim=0)
+    if sum_exp_shifted is None:
+        return top, total, None
+    # An empty shard has weight 0 and shift -inf, whose product would be NaN.
+    moment = torch.where(weight > 0, weight * (sum_exp_shifted + shift * sum_exp), 0.0).sum(dim=0)
+    return top, total, moment

@@ -1,0 +1,74 @@
+"""How the gradient of the head's weight is summed over chunks."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from compact_logits.chunks import work_dtype
+
+__all__ = ["ReturnedWeightGrad", "WeightGrad", "accumulate_product_"]
+
+_UPCAST_BYTES = 8 * 2**20
+
+
+class WeightGrad(Protocol):
+    """Receives one product a chunk; says at the end what autograd is to be given for the weight."""
+
+    def begin(self, weight: Tensor, chunks: int) -> None: ...
+
+    def add(
+        self,
+        d_logits: Tensor,  # (chunk, vocab_local)
+        hidden: Tensor,  # (chunk, hidden)
+    ) -> None: ...
+
+    def finish(self) -> Tensor | None: ...
+
+
+def accumulate_product_(
+    total: Tensor,  # (vocab_local, hidden) fp32
+    d_logits: Tensor,  # (chunk, vocab_local)
+    hidden: Tensor,  # (chunk, hidden)
+) -> None:
+    """`total += d_logits.T @ hidden`, the products of low-precision factors summed in the dtype of `total`."""
+    if total.dtype == d_logits.dtype:
+        total.addmm_(d_logits.t(), hidden)
+        return
+    if d_logits.is_cuda and hasattr(torch.ops.aten.addmm, "dtype_out"):
+        torch.ops.aten.addmm.dtype_out(total, d_logits.t(), hidden, total.dtype, out=total)
+        return
+    # No product with a wider result here: widen the factors, a slice of the vocabulary at a time. Rounding each
+    # chunk's product to the model's dtype instead would let the error grow with the number of chunks.
+    wide_hidden = hidden.to(total.dtype)
+    step = max(_UPCAST_BYTES // (total.dtype.itemsize * max(d_logits.shape[0], 1)), 1)
+    for start in range(0, total.shape[0], step):
+        wide = d_logits[:, start : start + step].to(total.dtype)
+        total[start : start + step].addmm_(wide.t(), wide_hidden)
+
+
+class ReturnedWeightGrad:
+    """Plain autograd: summed in fp32, returned in the weight's dtype. With one chunk there is nothing to sum, and the
+    product is formed in the weight's dtype at once, as the plain path does."""
+
+    def begin(self, weight: Tensor, chunks: int) -> None:
+        self._weight = weight
+        self._single = chunks == 1
+        self._total: Tensor | None = None
+
+    def add(self, d_logits: Tensor, hidden: Tensor) -> None:
+        if self._single:
+            self._total = torch.mm(d_logits.t(), hidden)
+            return
+        if self._total is None:
+            self._total = torch.zeros_like(self._weight, dtype=work_dtype(self._weight.dtype))
+        accumulate_product_(self._total, d_logits, hidden)
+
+    def finish(self) -> Tensor:
+        total = torch.zeros_like(self._weight) if self._total is None else self._total
+        self._total = None
+        weight = self._weight
+        del self._weight
+        return total.to(weight.dtype)
