@@ -12,19 +12,19 @@ from compact_logits.errors import InputError
 __all__ = ["RowSelection", "scatter", "select"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RowSelection:
     """The rows of one micro-batch, on one context-parallel rank, that are projected.
 
     Built once a micro-batch from host values, so that nothing later waits for the device. It is the same on every
-    tensor-parallel rank; under sequence parallelism shard `r` of `len(counts)` holds the rows
-    `r * num_rows / len(counts)` up to the next shard's first, and `counts[r]` of them are kept.
+    tensor-parallel rank. Under sequence parallelism over `shards` ranks, shard `r` holds the `num_rows / shards` rows
+    from `r * num_rows / shards` on; `counts` and `of_shard` say which of the kept rows these are.
     """
 
     indices: Tensor  # (kept,) int64, ascending, positions among the `num_rows` rows
     targets: Tensor  # (kept,) int64, the id of the token at the next position of the same sequence
     num_rows: int
-    counts: tuple[int, ...]
+    host_indices: Tensor  # (kept,) int64, `indices` on the CPU
 
     @classmethod
     def build(
@@ -32,14 +32,11 @@ class RowSelection:
         keep: Tensor,  # (rows,) bool, on the CPU
         label_source: Tensor,  # (rows,) int64, on the CPU: index into `tokens` of the row's label, -1 for none
         tokens: Tensor,  # (tokens,) int64, all sequences of the micro-batch one after another, on any device
-        *,
-        shards: int = 1,
     ) -> RowSelection:
         """Select the rows where `keep` is set. Collectives: none. Device synchronisation: none.
 
-        Raises `InputError` where a kept row has no label (the last token of a sequence, padding), where the rows do not
-        divide into `shards`, and where `keep` or `label_source` is not on the CPU. `indices` and `targets` are on the
-        device of `tokens`.
+        Raises `InputError` where a kept row has no label (the last token of a sequence, padding) and where `keep` or
+        `label_source` is not on the CPU. `indices` and `targets` are on the device of `tokens`.
         """
         if keep.device.type != "cpu" or label_source.device.type != "cpu":
             raise InputError("needed keep and label_source on the CPU; copy the loss mask there once a micro-batch")
@@ -48,34 +45,44 @@ class RowSelection:
                 f"needed bool keep and int64 label_source of one length, got {tuple(keep.shape)} of {keep.dtype} "
                 f"and {tuple(label_source.shape)} of {label_source.dtype}"
             )
-        num_rows = keep.shape[0]
-        if shards < 1 or num_rows % shards:
-            raise InputError(f"{num_rows} rows do not divide into {shards} sequence-parallel shards; pad them")
-        indices = keep.nonzero().squeeze(1)
-        sources = label_source[indices]
+        host_indices = keep.nonzero().squeeze(1)
+        sources = label_source[host_indices]
         if bool((sources < 0).any()):
-            row = int(indices[sources < 0][0])
+            row = int(host_indices[sources < 0][0])
             raise InputError(
                 f"row {row} is kept but has no label: it is the last token of its sequence, or padding; "
                 f"the loss mask must be aligned to the row that predicts the token"
             )
-        per_shard = keep.view(shards, -1).sum(dim=1).tolist() if num_rows else [0] * shards
         return cls(
-            indices=indices.to(tokens.device, non_blocking=True),
+            indices=host_indices.to(tokens.device, non_blocking=True),
             targets=tokens[sources.to(tokens.device, non_blocking=True)].to(torch.int64),
-            num_rows=num_rows,
-            counts=tuple(per_shard),
+            num_rows=keep.shape[0],
+            host_indices=host_indices,
         )
 
     @property
     def kept(self) -> int:
-        return sum(self.counts)
+        return self.host_indices.shape[0]
 
-    def of_shard(self, rank: int) -> Tensor:  # (counts[rank],) int64
-        """The kept rows of one sequence-parallel shard, counted from its first row."""
-        start = sum(self.counts[:rank])
-        first_row = rank * (self.num_rows // len(self.counts))
-        return self.indices[start : start + self.counts[rank]] - first_row
+    def counts(self, shards: int) -> tuple[int, ...]:
+        """How many kept rows each of `shards` sequence-parallel shards holds; 1 for no sequence parallelism.
+
+        Raises `InputError` where the rows do not divide into the shards.
+        """
+        per_shard = self._rows_per_shard(shards)
+        starts = torch.arange(shards + 1) * per_shard
+        return tuple(torch.searchsorted(self.host_indices, starts).diff().tolist())
+
+    def of_shard(self, rank: int, shards: int) -> Tensor:  # (counts(shards)[rank],) int64, on the device of `indices`
+        """The kept rows of one sequence-parallel shard, counted from the shard's first row."""
+        counts = self.counts(shards)
+        start = sum(counts[:rank])
+        return self.indices[start : start + counts[rank]] - rank * self._rows_per_shard(shards)
+
+    def _rows_per_shard(self, shards: int) -> int:
+        if shards < 1 or self.num_rows % shards:
+            raise InputError(f"{self.num_rows} rows do not divide into {shards} sequence-parallel shards; pad them")
+        return self.num_rows // shards
 
 
 def select(
