@@ -1,0 +1,54 @@
+"""Attach the seam to one model, or take it off again."""
+
+from __future__ import annotations
+
+from types import MethodType
+from typing import Any
+
+from megatron.core.models.gpt import GPTModel
+
+from compact_logits.errors import PatchError
+from compact_logits.megatron.seam import postprocess_wrapper
+
+__all__ = ["attach", "attached", "detach", "gpt_model_of"]
+
+
+def gpt_model_of(model: Any) -> GPTModel:
+    """The GPTModel inside wrappers (DDP, mixed precision, a vision-language model's `language_model`).
+
+    Raises `PatchError` where there is none.
+    """
+    inner = model
+    while not isinstance(inner, GPTModel):
+        following = getattr(inner, "module", None) or getattr(inner, "language_model", None)
+        if following is None:
+            raise PatchError(
+                f"needed a megatron-core GPTModel or a wrapper of one, got {type(model).__name__} "
+                f"around {type(inner).__name__}; such a model keeps the full path"
+            )
+        inner = following
+    return inner
+
+
+def attached(model: Any) -> bool:
+    """Whether the seam sits on this very model."""
+    return "_postprocess" in vars(gpt_model_of(model))
+
+
+def attach(model: Any) -> None:
+    """Let the head of this model, and of no other, answer requests that its loss mask carries (`mark`).
+
+    A forward whose loss mask is marked then returns one fp32 `(1, rows, 2)` tensor, log-prob and entropy of every row
+    of this context-parallel rank, the same on every tensor-parallel rank; every other forward is as before.
+    Attaching twice is attaching once. Raises `PatchError` for a model that is no GPTModel, and for a version of
+    Megatron whose signatures are not the proven ones.
+    """
+    inner = gpt_model_of(model)
+    if not attached(inner):
+        # The instance's own attribute, so that a critic of the same class stays untouched.
+        object.__setattr__(inner, "_postprocess", MethodType(postprocess_wrapper(type(inner)._postprocess), inner))
+
+
+def detach(model: Any) -> None:
+    """Undo `attach`; nothing happens where it was not."""
+    vars(gpt_model_of(model)).pop("_postprocess", None)

@@ -1,0 +1,59 @@
+"""Megatron's fused weight-gradient contract, for a head that is projected in chunks."""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.tensor_parallel import layers
+from torch import Tensor
+
+from compact_logits.weight_grad import accumulate_product_
+
+__all__ = ["MainGrad"]
+
+
+class MainGrad:
+    """Adds every chunk's product to `weight.main_grad` and gives autograd the stand-in that DDP's hook expects.
+
+    The contract is that of Megatron's own linear layer under `gradient_accumulation_fusion`: `main_grad` is the buffer
+    seen in forward; `grad_added_to_main_grad` is set where DDP has defined it, and then a gradient must be returned,
+    zeros if `zero_out_wgrad` says that DDP will add it, uninitialised memory otherwise. All micro-batches of an
+    iteration must follow it, since DDP resets the flag once an iteration. A 16-bit `main_grad` is added to once, from
+    an fp32 sum, so that its rounding does not grow with the number of chunks.
+    """
+
+    def __init__(
+        self,
+        weight: Tensor,  # (vocab_local, hidden), with `main_grad`
+    ) -> None:
+        self._parameter = weight
+        self._main_grad: Tensor = weight.main_grad  # type: ignore[attr-defined]
+
+    def begin(self, weight: Tensor, chunks: int) -> None:
+        self._parameter.main_grad = self._main_grad  # type: ignore[attr-defined]
+        self._dtype = weight.dtype
+        self._total = None if self._main_grad.dtype == torch.float32 else torch.zeros_like(weight, dtype=torch.float32)
+
+    def add(
+        self,
+        d_logits: Tensor,  # (chunk, vocab_local)
+        hidden: Tensor,  # (chunk, hidden)
+    ) -> None:
+        kernels = getattr(layers, "fused_weight_gradient_mlp_cuda", None)
+        if self._total is None and kernels is not None:
+            kernels.wgrad_gemm_accum_fp32(hidden, d_logits, self._main_grad)
+        else:
+            accumulate_product_(self._main_grad if self._total is None else self._total, d_logits, hidden)
+
+    def finish(self) -> Tensor | None:
+        if self._total is not None:
+            self._main_grad.add_(self._total)
+            self._total = None
+        if not hasattr(self._parameter, "grad_added_to_main_grad"):
+            return None
+        self._parameter.grad_added_to_main_grad = True
+        zero = bool(getattr(self._parameter, "zero_out_wgrad", False))
+        shared_dummy = getattr(layers, "get_dummy_wgrad", None)  # Transformer Engine's, one buffer for all uses
+        if shared_dummy is not None:
+            return shared_dummy(list(self._main_grad.shape), self._dtype, zero=zero)
+        make = torch.zeros if zero else torch.empty
+        return make(self._main_grad.shape, dtype=self._dtype, device=self._main_grad.device)

@@ -1,0 +1,110 @@
+"""The output layer, for the time of one call, computing per-row scalars of the kept rows instead of logits."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from compact_logits.exchange import Local, Replicated, RowExchange, SequenceSharded
+from compact_logits.megatron.main_grad import MainGrad
+from compact_logits.megatron.refusals import refuse_rows
+from compact_logits.megatron.request import Outcome, Request
+from compact_logits.projection import score_hidden
+from compact_logits.rows import scatter, select
+from compact_logits.scorers.log_prob import LogProbScorer
+from compact_logits.vocab_parallel import VocabShard
+from compact_logits.weight_grad import ReturnedWeightGrad
+
+__all__ = ["armed"]
+
+
+@contextmanager
+def armed(
+    head: Any,  # a ColumnParallelLinear
+    request: Request,
+    *,
+    ordinary_calls: int = 0,
+    logit_scale: float = 1.0,
+) -> Iterator[None]:
+    """Within the context, a call of `head` answers `request`: it returns `((rows, 1, 2) fp32, None)`, log-prob and
+    entropy of every row, zeros for rows that are not kept.
+
+    Only `head.forward` is overridden, on the instance, so that a call still enters through the module and its
+    pre-hooks run (DDP waits there for the weight's all-gather). The first `ordinary_calls` calls, and calls of other
+    threads, are the head's own. On leaving, also by an exception, the head is as it was.
+    """
+    ordinary = head.forward
+    owner = threading.get_ident()
+    passed = 0
+
+    def forward(
+        input_: Tensor,  # (sequence / tensor-parallel size, 1, hidden)
+        weight: Tensor | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        nonlocal passed
+        if threading.get_ident() != owner:
+            return ordinary(input_, weight, *args, **kwargs)
+        if passed < ordinary_calls:
+            passed += 1
+            return ordinary(input_, weight, *args, **kwargs)
+        used = head.weight if weight is None else weight
+        reason = refuse_rows(input_, used, request, head.tp_group.size() if head.sequence_parallel else 1)
+        if reason is not None:
+            request.outcome = Outcome("full", reason)
+            return ordinary(input_, weight, *args, **kwargs)
+        answer = _answer(head, input_, used, request, logit_scale)
+        request.outcome = Outcome("compact")
+        return answer, None
+
+    head.forward = forward
+    try:
+        yield
+    finally:
+        del head.forward
+
+
+def _answer(
+    head: Any,
+    hidden: Tensor,  # (sequence / tensor-parallel size, 1, hidden)
+    weight: Tensor,  # (vocab_local, hidden)
+    request: Request,
+    logit_scale: float,
+) -> Tensor:  # (rows, 1, 2) fp32
+    selection, group = request.selection, head.tp_group
+    rows = rearrange(hidden, "row 1 hidden -> row hidden")
+    exchange: RowExchange
+    if head.sequence_parallel:
+        shards = group.size()
+        rows = select(rows, selection.of_shard(group.rank(), shards))
+        exchange = SequenceSharded(group, selection.counts(shards))
+    else:
+        rows = select(rows, selection.indices)
+        exchange = Replicated(group) if group.size() > 1 else Local()
+    start = group.rank() * weight.shape[0]
+    scorer = LogProbScorer(
+        targets=selection.targets,
+        shard=VocabShard(start, start + weight.shape[0], group if group.size() > 1 else None),
+        temperature=request.temperature / logit_scale,
+        entropy=request.entropy,
+    )
+    fused = head.gradient_accumulation_fusion and weight.requires_grad and torch.is_grad_enabled()
+    outputs = score_hidden(
+        rows,
+        weight,
+        head.bias,
+        scorer,
+        exchange=exchange,
+        weight_grad=MainGrad(weight) if fused else ReturnedWeightGrad(),
+        chunk_bytes=request.chunk_bytes,
+    )
+    entropy = outputs[1] if len(outputs) > 1 else torch.zeros_like(outputs[0])
+    scalars = torch.stack([outputs[0], entropy], dim=-1)
+    return rearrange(scatter(scalars, selection.indices, selection.num_rows), "row scalar -> row 1 scalar")

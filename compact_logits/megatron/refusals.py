@@ -1,0 +1,126 @@
+"""Which setups the compact head is not proven for. Each is a sentence for the log; the full path runs instead."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from megatron.core.config_logger import has_config_logger_enabled
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from torch import Tensor
+
+from compact_logits.megatron.request import Request
+
+__all__ = ["refuse_call", "refuse_head", "refuse_rows"]
+
+
+def _head_types() -> tuple[type, ...]:
+    try:
+        from megatron.core.transformer.linear_cross_entropy import LinearCrossEntropyModule
+    except ImportError:  # only some versions have it
+        return (ColumnParallelLinear,)
+    return (ColumnParallelLinear, LinearCrossEntropyModule)
+
+
+def refuse_head(
+    head: Any,  # the model's output layer
+    weight: Tensor | None,  # the tied weight it is called with, if any
+) -> str | None:
+    """Why this output layer cannot be projected in chunks, or `None`. Looks at types and flags, never at values."""
+    if type(head) not in _head_types():
+        return f"the output layer is a {type(head).__name__}, proven are plain ColumnParallelLinear heads"
+    if "forward" in vars(head):
+        return "the output layer's forward is overridden on the instance"
+    for kind in ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks"):
+        if getattr(head, kind, None):
+            return f"the output layer has {kind.strip('_').replace('_', ' ')}, which expect logits"
+    config = head.config
+    flags = {
+        "skip_bias_add": head.skip_bias_add,
+        "gather_output": head.gather_output,
+        "disable_grad_reduce": getattr(head, "disable_grad_reduce", False),
+        "is_expert": getattr(head, "is_expert", False),
+        "defer_embedding_wgrad_compute": config.defer_embedding_wgrad_compute,
+        "weight sharding by remat groups (gtp_remat_size > 1)": getattr(head, "gtp_remat_size", 1) > 1,
+        "an output dtype of its own": getattr(head, "output_dtype", None) is not None,
+    }
+    for name, is_set in flags.items():
+        if is_set:
+            return f"the output layer uses {name}"
+    offloading = getattr(config, "_cpu_offloading_context", None)
+    if offloading is not None and getattr(offloading, "inside_context", False):
+        return "the output layer runs inside CPU offloading"
+    return _refuse_weight(head, head.weight if weight is None else weight)
+
+
+def _refuse_weight(head: Any, weight: Tensor | None) -> str | None:
+    if weight is None:
+        return "the output layer has no weight and was given none"
+    if type(weight) not in (torch.nn.Parameter, Tensor):
+        return f"the output weight is a {type(weight).__name__}, proven are plain tensors"
+    if hasattr(weight, "__fsdp_param__"):
+        return "the output weight belongs to Megatron-FSDP"
+    if tuple(weight.shape) != (head.output_size_per_partition, head.input_size):
+        return f"the output weight is {tuple(weight.shape)} at the time of the call, not the rank's whole slice"
+    if head.gradient_accumulation_fusion and weight.requires_grad and torch.is_grad_enabled():
+        if getattr(weight, "main_grad", None) is None:
+            return "gradient_accumulation_fusion is on but the output weight has no main_grad"
+    return None
+
+
+def refuse_call(
+    model: Any,  # a GPTModel
+    arguments: Mapping[str, Any],  # what its `_postprocess` was called with
+    *,
+    native: bool,  # whether the seam is the official output processor
+) -> str | None:
+    """Why this call of the model cannot be compacted, or `None`. The same on every rank of a tensor-parallel group."""
+    config = model.config
+    if arguments.get("labels") is not None:
+        return "the model was called with labels and computes its own loss"
+    if arguments.get("output_processor") is not None:
+        return "the call has an output processor of its own"
+    if arguments.get("inference_context") is not None or arguments.get("inference_params") is not None:
+        return "the model runs inference"
+    if arguments.get("runtime_gather_output"):
+        return "the caller asked for logits gathered over the vocabulary"
+    if has_config_logger_enabled(config):
+        return "the config logger dumps logits"
+    if getattr(config, "batch_invariant_mode", False):
+        return "batch-invariant mode fixes the order of operations of the full path"
+    if getattr(config, "enable_autocast", False):
+        return "autocast is on"
+    if _full_iteration_graph(config) or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+        return "the whole iteration is captured in a CUDA graph, and the number of kept rows changes"
+    if getattr(config, "use_mup", False) and config.mup_output_mult != 1.0 and not native:
+        return "MuP scales the logits after the output layer, where this version has no seam"
+    if config.mtp_num_layers and not native and "mtp_kwargs" not in arguments:
+        return "multi-token prediction shares the output layer in a way not proven for this version"
+    return None
+
+
+def _full_iteration_graph(config: Any) -> bool:
+    scope = getattr(config, "cuda_graph_scope", None)
+    scopes = scope if isinstance(scope, (list, tuple)) else [scope]
+    names = {str(getattr(each, "name", each)) for each in scopes}
+    return getattr(config, "cuda_graph_impl", None) == "full_iteration" or "full_iteration" in names
+
+
+def refuse_rows(
+    hidden: Tensor,  # (sequence / tensor-parallel size, batch, hidden)
+    weight: Tensor,  # (vocab_local, hidden)
+    request: Request,
+    shards: int,
+) -> str | None:
+    """Why these hidden states are not the rows the request was built for, or `None`."""
+    if hidden.dim() != 3 or hidden.shape[1] != 1:
+        return f"the hidden states are {tuple(hidden.shape)}, proven is (rows, 1, hidden)"
+    if hidden.shape[0] * shards != request.selection.num_rows:
+        return (
+            f"the model has {hidden.shape[0] * shards} rows and the loss mask was marked for "
+            f"{request.selection.num_rows}"
+        )
+    if hidden.dtype != weight.dtype:
+        return f"the hidden states are {hidden.dtype} and the output weight {weight.dtype}"
+    return None

@@ -1,0 +1,72 @@
+"""What a micro-batch asks of the head, and how the question travels to it: as an attribute of its loss mask."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from compact_logits.errors import InputError
+from compact_logits.rows import RowSelection
+from compact_logits.scorers.log_prob import Entropy, check_entropy
+from compact_logits.validation import check_temperature
+
+__all__ = ["Outcome", "Request", "mark", "request_of"]
+
+_ATTRIBUTE = "_compact_logits_request"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the head did with a request: the compact path, or the full path and why."""
+
+    path: Literal["compact", "full"]
+    reason: str = ""
+
+
+@dataclass(eq=False)
+class Request:
+    """One micro-batch's question. `outcome` is written by the seam when the model has run, and read by the consumer;
+    it stays `None` where the seam was never reached, and then the model's output is ordinary logits."""
+
+    selection: RowSelection
+    temperature: float | Tensor = 1.0  # scalar or (kept,)
+    entropy: Entropy = "none"
+    chunk_bytes: int | None = None
+    strict: bool = False
+    outcome: Outcome | None = None
+
+    def __post_init__(self) -> None:
+        check_entropy(self.entropy)
+        check_temperature(self.temperature, (self.selection.kept,))
+
+    @property
+    def compact(self) -> bool:
+        """Whether the model's output holds this request's scalars instead of logits."""
+        return self.outcome is not None and self.outcome.path == "compact"
+
+
+def mark(
+    loss_mask: Tensor,  # (1, rows)
+    request: Request,
+) -> Tensor:
+    """Attach `request` to the loss mask that the model is called with, and return the mask.
+
+    An attribute survives DDP, mixed-precision wrappers and schedule plans, which hand the tensor on as it is, and is
+    lost by whatever makes a new mask; the head then knows of no request and runs the full path.
+    Raises `InputError` where the mask has another number of rows than the selection.
+    """
+    if loss_mask.numel() != request.selection.num_rows:
+        raise InputError(
+            f"the loss mask has {loss_mask.numel()} rows and the selection was built for "
+            f"{request.selection.num_rows}; build it from this micro-batch's layout"
+        )
+    setattr(loss_mask, _ATTRIBUTE, request)
+    return loss_mask
+
+
+def request_of(loss_mask: object) -> Request | None:
+    """The request a loss mask carries, if it is a tensor that carries one."""
+    return getattr(loss_mask, _ATTRIBUTE, None) if isinstance(loss_mask, torch.Tensor) else None

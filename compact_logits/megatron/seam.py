@@ -1,0 +1,101 @@
+"""The one place of a GPTModel where its forward, a schedule plan and every wrapper meet: `_postprocess`."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from einops import rearrange
+from torch import Tensor
+
+from compact_logits.errors import PatchError, RefusedError
+from compact_logits.megatron.output_layer import armed
+from compact_logits.megatron.refusals import refuse_call, refuse_head
+from compact_logits.megatron.request import Outcome, Request, request_of
+
+__all__ = ["NEEDED_PARAMETERS", "postprocess_wrapper"]
+
+NEEDED_PARAMETERS = ("hidden_states", "labels", "loss_mask", "runtime_gather_output", "inference_context")
+_PROCESSOR_PARAMETERS = ("output_processor", "output_processor_context")
+
+logger = logging.getLogger("compact_logits")
+
+
+def postprocess_wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a GPTModel's `_postprocess` (as a function of `self` and the rest).
+
+    A call whose loss mask carries no request goes through untouched, object for object. Where the version has the
+    official output-processor contract, the wrapper only adds an output processor to the call; where it has not, the
+    output layer is armed for the time of the call. A refused call runs `original` as it came; the reason stands in the
+    request's outcome and is logged once, or raised as `RefusedError` if the request is strict.
+    Raises `PatchError` where `original` has not the parameters this relies on.
+    """
+    signature = inspect.signature(original)
+    missing = [name for name in NEEDED_PARAMETERS if name not in signature.parameters]
+    if missing:
+        raise PatchError(
+            f"GPTModel._postprocess has no parameter {missing[0]!r}: this Megatron version is not one "
+            f"compact_logits is proven with; unset COMPACT_LOGITS or use a supported version"
+        )
+    native = all(name in signature.parameters for name in _PROCESSOR_PARAMETERS)
+    told: set[str] = set()
+
+    def _postprocess(self: Any, *args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(self, *args, **kwargs)
+        request = request_of(bound.arguments.get("loss_mask"))
+        if request is None or not self.post_process:
+            return original(self, *args, **kwargs)
+        bound.apply_defaults()
+        request.outcome = None
+        tied = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        reason = refuse_call(self, bound.arguments, native=native) or refuse_head(self.output_layer, tied)
+        if reason is not None:
+            request.outcome = Outcome("full", reason)
+            result = None
+        elif native:
+            bound.arguments.update(output_processor=_processor, output_processor_context=(self, request))
+            result = original(*bound.args, **bound.kwargs)
+        else:
+            with armed(self.output_layer, request, ordinary_calls=_mtp_calls(self, bound.arguments)):
+                result = original(self, *args, **kwargs)
+        if request.compact:
+            # The layer's result may come back as a view; pipeline schedules free outputs that own their storage.
+            return result if result._base is None else result.clone()
+        if request.outcome is None:
+            request.outcome = Outcome("full", "the output processor was accepted but never called")
+        reason = request.outcome.reason
+        if request.strict:
+            raise RefusedError(f"COMPACT_LOGITS=strict: {reason}; set COMPACT_LOGITS=1 to let the full path run")
+        if reason not in told:
+            told.add(reason)
+            logger.warning("full path: %s", reason)
+        return original(self, *args, **kwargs) if result is None else result
+
+    _postprocess.__wrapped__ = original  # type: ignore[attr-defined]
+    return _postprocess
+
+
+def _processor(
+    *,
+    hidden_states: Tensor,  # (sequence / tensor-parallel size, 1, hidden)
+    output_layer: Any,
+    output_weight: Tensor | None,
+    context: tuple[Any, Request],
+    scale_logits: Callable[[Tensor], Tensor],
+    **_: Any,
+) -> Tensor:  # (1, rows, 2) fp32, or the logits as they would have been
+    model, request = context
+    scale = model.config.mup_output_mult if getattr(model.config, "use_mup", False) else 1.0
+    with armed(output_layer, request, logit_scale=scale):
+        answer, _bias = output_layer(hidden_states, weight=output_weight, runtime_gather_output=False)
+    if not request.compact:
+        answer = scale_logits(answer)
+    return rearrange(answer, "row batch scalar -> batch row scalar").contiguous()
+
+
+def _mtp_calls(model: Any, arguments: dict[str, Any]) -> int:
+    """How often multi-token prediction calls the output layer before the main head does."""
+    predicts = (arguments.get("mtp_kwargs") or {}).get("mtp_labels") is not None
+    return (model.config.mtp_num_layers or 0) if predicts else 0
