@@ -76,10 +76,14 @@ class LogProbScorer:
         return stats
 
     def merge(self, stats: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        ranks = gather_stats(stats, self.shard)
-        selected = ranks[0, :, 2]
-        for other in ranks[1:, :, 2]:
-            selected = torch.fmax(selected, other)  # NaN stands for "not mine"
+        return self.merge_ranks(gather_stats(stats, self.shard))
+
+    def merge_ranks(
+        self,
+        ranks: Tensor,  # (ranks, rows, stats_width) fp32
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """`merge` of statistics that have been gathered already."""
+        selected = self.selected(ranks)
         moments = None if self.entropy == "none" else ranks[:, :, 3]
         maximum, sum_exp, moment = merge_softmax(ranks[:, :, 0], ranks[:, :, 1], moments)
         log_sum = sum_exp.log()
@@ -88,6 +92,16 @@ class LogProbScorer:
             return (log_prob,), (maximum, log_sum)
         entropy = log_sum - moment / sum_exp
         return (log_prob, entropy), (maximum, log_sum, entropy - log_sum)
+
+    def selected(
+        self,
+        ranks: Tensor,  # (ranks, rows, stats_width) fp32
+    ) -> Tensor:  # (rows,)
+        """The target's tempered logit, from whichever rank owns it."""
+        selected = ranks[0, :, 2]
+        for other in ranks[1:, :, 2]:
+            selected = torch.fmax(selected, other)  # NaN stands for "not mine"
+        return selected
 
     def d_logits_(
         self, z: Tensor, spare: Tensor | None, rows: slice, saved: tuple[Tensor, ...], grads: tuple[Tensor | None, ...]
@@ -98,10 +112,7 @@ class LogProbScorer:
         maximum, log_sum = saved[0], saved[1]
         d_log_prob = grads[0] if grads[0] is not None else torch.zeros_like(log_sum)
         d_entropy = grads[1] if len(grads) > 1 else None
-        if isinstance(self.temperature, Tensor):
-            scale = self.temperature[rows].to(z.dtype).reciprocal()
-        else:
-            scale = torch.full_like(log_sum, 1.0 / self.temperature)
+        scale = self.inverse_temperature(rows, log_sum)
         inverse_sum = (-log_sum).exp() * scale
         z.sub_(maximum[:, None])
         if d_entropy is None:
@@ -113,10 +124,30 @@ class LogProbScorer:
             torch.exp(z.clamp_(min=_FLOOR), out=spare)
             torch.addcmul((-constant * inverse_sum)[:, None], z, (-d_entropy * inverse_sum)[:, None], out=z)
             z.mul_(spare)
-        ids, owned = self.shard.local_ids(self.targets[rows])
+        self.add_at_target_(z, rows, d_log_prob * scale)
+
+    def add_at_target_(
+        self,
+        z: Tensor,  # (block, vocab_local) fp32
+        rows: slice,
+        values: Tensor,  # (block,)
+    ) -> None:
+        """Add a value to each row's target column, where this rank has it."""
+        if self.shard.size == 0:
+            return
         # One id a row, so reading, adding and writing back is exact and deterministic where scatter_add_ is not.
-        at_target = z.gather(1, ids[:, None]) + (d_log_prob * scale).masked_fill(~owned, 0.0)[:, None]
-        z.scatter_(1, ids[:, None], at_target)
+        ids, owned = self.shard.local_ids(self.targets[rows])
+        z.scatter_(1, ids[:, None], z.gather(1, ids[:, None]) + values.masked_fill(~owned, 0.0)[:, None])
+
+    def inverse_temperature(
+        self,
+        rows: slice,
+        like: Tensor,  # (block,)
+    ) -> Tensor:  # (block,)
+        """`d (z / T) / dz` of each row."""
+        if isinstance(self.temperature, Tensor):
+            return self.temperature[rows].to(like.dtype).reciprocal()
+        return torch.full_like(like, 1.0 / self.temperature)
 
     def _temper_(self, z: Tensor, rows: slice) -> None:
         if isinstance(self.temperature, Tensor):
