@@ -9,6 +9,7 @@ from megatron.core.models.gpt import GPTModel
 
 from compact_logits.errors import PatchError
 from compact_logits.megatron.seam import postprocess_wrapper
+from compact_logits.patching import MARKER
 
 __all__ = ["attach", "attached", "detach", "gpt_model_of"]
 
@@ -40,11 +41,12 @@ def attach(model: Any) -> None:
 
     A forward whose loss mask is marked then returns one fp32 `(1, rows, 2)` tensor, log-prob and entropy of every row
     of this context-parallel rank, the same on every tensor-parallel rank; every other forward is as before.
-    Attaching twice is attaching once. Raises `PatchError` for a model that is no GPTModel, and for a version of
+    Attaching twice is attaching once, and an integration that put the seam on
+    the class has done it for all. Raises `PatchError` for a model that is no GPTModel, and for a version of
     Megatron whose signatures are not the proven ones.
     """
     inner = gpt_model_of(model)
-    if not attached(inner):
+    if not attached(inner) and not hasattr(type(inner)._postprocess, MARKER):
         # The instance's own attribute, so that a critic of the same class stays untouched.
         object.__setattr__(inner, "_postprocess", MethodType(postprocess_wrapper(type(inner)._postprocess), inner))
 

@@ -17,7 +17,9 @@ from compact_logits.megatron.refusals import refuse_rows
 from compact_logits.megatron.request import Outcome, Request
 from compact_logits.projection import score_hidden
 from compact_logits.rows import scatter, select
+from compact_logits.scorers.contract import Scorer
 from compact_logits.scorers.log_prob import LogProbScorer
+from compact_logits.scorers.nucleus import NucleusScorer
 from compact_logits.vocab_parallel import VocabShard
 from compact_logits.weight_grad import ReturnedWeightGrad
 
@@ -89,12 +91,14 @@ def _answer(
         rows = select(rows, selection.indices)
         exchange = Replicated(group) if group.size() > 1 else Local()
     start = group.rank() * weight.shape[0]
-    scorer = LogProbScorer(
+    scorer: Scorer = base = LogProbScorer(
         targets=selection.targets,
         shard=VocabShard(start, start + weight.shape[0], group if group.size() > 1 else None),
         temperature=request.temperature / logit_scale,
         entropy=request.entropy,
     )
+    if request.nucleus is not None:
+        scorer = NucleusScorer(base, request.nucleus)
     fused = head.gradient_accumulation_fusion and weight.requires_grad and torch.is_grad_enabled()
     outputs = score_hidden(
         rows,

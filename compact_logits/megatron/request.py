@@ -11,6 +11,7 @@ from torch import Tensor
 from compact_logits.errors import InputError
 from compact_logits.rows import RowSelection
 from compact_logits.scorers.log_prob import Entropy, check_entropy
+from compact_logits.scorers.nucleus import Nucleus
 from compact_logits.validation import check_temperature
 
 __all__ = ["Outcome", "Request", "mark", "request_of"]
@@ -34,6 +35,7 @@ class Request:
     selection: RowSelection
     temperature: float | Tensor = 1.0  # scalar or (kept,)
     entropy: Entropy = "none"
+    nucleus: Nucleus | None = None  # of the kept rows
     chunk_bytes: int | None = None
     strict: bool = False
     outcome: Outcome | None = None
@@ -41,6 +43,11 @@ class Request:
     def __post_init__(self) -> None:
         check_entropy(self.entropy)
         check_temperature(self.temperature, (self.selection.kept,))
+        if self.nucleus is not None and self.nucleus.recorded.shape[0] != self.selection.kept:
+            raise InputError(
+                f"the nucleus is of {self.nucleus.recorded.shape[0]} rows and {self.selection.kept} are kept; "
+                f"build it for the kept rows"
+            )
 
     @property
     def compact(self) -> bool:

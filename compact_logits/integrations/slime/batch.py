@@ -1,0 +1,99 @@
+"""From slime's micro-batch to a request: lengths, masks and tokens become the rows that count."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from compact_logits.config import Config
+from compact_logits.errors import LayoutError
+from compact_logits.integrations.slime.passes import Pass
+from compact_logits.integrations.slime.replay import nucleus_of
+from compact_logits.layouts import Layout, contiguous, packed, zigzag
+from compact_logits.megatron import Request, mark
+from compact_logits.rows import RowSelection
+
+__all__ = ["CheckedIterator", "TokenList", "mark_batch"]
+
+
+class TokenList(list[Tensor]):
+    """slime's list of token tensors, carrying the micro-batch's request to the function that reads the output."""
+
+    request: Request
+    layout: Layout
+
+
+class CheckedIterator:
+    """slime's data iterator; refuses a micro-batch whose masks and lengths disagree before anything is built of it."""
+
+    def __init__(self, iterator: Any) -> None:
+        self._iterator = iterator
+
+    def get_next(self, keys: Sequence[str]) -> dict[str, Any]:
+        batch: dict[str, Any] = self._iterator.get_next(keys)
+        masks, totals, responses = (batch.get(key) for key in ("loss_masks", "total_lengths", "response_lengths"))
+        if masks is None or totals is None or responses is None:
+            return batch
+        if not len(masks) == len(totals) == len(responses) == len(batch["tokens"]):
+            raise LayoutError(
+                f"the micro-batch has {len(batch['tokens'])} token lists, {len(masks)} loss masks, {len(totals)} total "
+                f"and {len(responses)} response lengths; each sample needs one of each"
+            )
+        for sample, (mask, total, response) in enumerate(zip(masks, totals, responses, strict=True)):
+            if mask.shape[0] != response:
+                raise LayoutError(
+                    f"sample {sample}: the loss mask has {mask.shape[0]} entries and the response {response} tokens; "
+                    f"give every response token one entry"
+                )
+            if response == total and response and bool(mask[0] != 0):
+                raise LayoutError(
+                    f"sample {sample}: the response starts at the sequence's first token, which no row predicts, but "
+                    f"its loss mask counts it; mask it out or give the sample a prompt"
+                )
+        return batch
+
+
+def mark_batch(
+    batch: dict[str, Any],
+    pass_: Pass,
+    config: Config,
+    *,
+    allgather_cp: bool,
+    cp_rank: int,
+    cp_size: int,
+) -> None:
+    """Build the request of one micro-batch, hang it on its loss mask for the model and on its token list for the
+    consumer. One device synchronisation: the aligned loss mask is copied to the host. Collectives: none."""
+    num_rows = batch["tokens"].shape[1]
+    lengths = (batch["total_lengths"], batch["response_lengths"], num_rows)
+    if cp_size == 1:
+        layout = packed(*lengths)
+    else:
+        layout = (contiguous if allgather_cp else zigzag)(*lengths, cp_rank, cp_size)
+    keep = (batch["full_loss_masks"][0] != 0).cpu()
+    stray = (keep & ~layout.predicts).nonzero()
+    if stray.numel():
+        raise LayoutError(
+            f"row {int(stray[0])} is in the loss mask but predicts no response token; the loss mask must be aligned to "
+            f"the row before the token"
+        )
+    tokens = batch["unconcat_tokens"]
+    selection = RowSelection.build(keep, layout.label_source, layout.join_tokens(tokens))
+    recorded = tuple(batch.get(key) for key in ("rollout_top_p_token_ids", "rollout_top_p_token_offsets"))
+    nucleus = None
+    if pass_.replays_nucleus and all(each is not None for each in recorded):  # slime itself raises where one is missing
+        nucleus = nucleus_of(*recorded, layout, selection)
+    request = Request(
+        selection=selection,
+        temperature=pass_.temperature,
+        entropy=pass_.entropy,
+        nucleus=nucleus,
+        chunk_bytes=config.chunk_bytes,
+        strict=config.mode == "strict",
+    )
+    carrier = TokenList(tokens)
+    carrier.request, carrier.layout = request, layout
+    batch["unconcat_tokens"] = carrier
+    batch["full_loss_masks"] = mark(batch["full_loss_masks"], request)
