@@ -19,7 +19,7 @@ def sum_of_ranks(rank: int, world: int, offset: float) -> tuple[int, torch.Tenso
 
 
 def process_facts(rank: int, world: int) -> tuple[int, int, str | None]:
-    return os.getpid(), torch.get_num_threads(), os.environ.get("COMPACT_LOGITS_SUPPORT_TEST")
+    return os.getpid(), torch.get_num_threads(), os.environ.get("RANKS_TEST")
 
 
 def raise_on(rank: int, world: int, bad: int) -> None:
@@ -53,7 +53,7 @@ def test_fresh_ranks_share_a_group_and_answer_in_order(world: int) -> None:
 
 def test_ranks_have_one_thread_and_todays_environment(rank_pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
     rank_pool.run(2, process_facts)
-    monkeypatch.setenv("COMPACT_LOGITS_SUPPORT_TEST", "now")
+    monkeypatch.setenv("RANKS_TEST", "now")
     for facts in (rank_pool.run(2, process_facts), run_ranks(2, process_facts)):
         assert [(threads, value) for _, threads, value in facts] == [(1, "now"), (1, "now")]
 
