@@ -1,44 +1,27 @@
-"""Patches of modules and classes: in place everywhere, gone without a trace, refused where they would not fit."""
+"""Patches of modules and classes: in place everywhere, and gone without a trace."""
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import re
 import sys
-from collections.abc import Callable
 from types import ModuleType
 
 import pytest
 
 from compact_logits.errors import PatchError
 from compact_logits.patching import MARKER, Patch, PatchSet
-
-
-def _louder(original: Callable[..., str]) -> Callable[..., str]:
-    def wrapper(*args, **kwargs):
-        return original(*args, **kwargs) + "!"
-
-    return wrapper
-
-
-def _module(monkeypatch, name: str, code: str = "") -> ModuleType:
-    module = ModuleType(name)
-    exec(compile(code, f"{name}.py", "exec"), module.__dict__)
-    monkeypatch.setitem(sys.modules, name, module)
-    return module
+from tests.support.patched_modules import SOURCE, USER, louder, make_module
 
 
 @pytest.fixture
 def source(monkeypatch):
-    return _module(monkeypatch, "patched_source", 'def speak(word, times=1):\n    "Say it."\n    return word * times\n')
+    return make_module(monkeypatch, "patched_source", SOURCE)
 
 
 @pytest.fixture
 def user(monkeypatch, source):
-    return _module(
-        monkeypatch, "patched_user", "from patched_source import speak\nfrom patched_source import speak as s\n"
-    )
+    return make_module(monkeypatch, "patched_user", USER)
 
 
 def _refused(text: str):
@@ -47,7 +30,7 @@ def _refused(text: str):
 
 def test_a_patch_reaches_every_name_and_its_revert_restores_each(source, user):
     original = source.speak
-    patch = Patch(source, "speak", _louder, requires=["word"])
+    patch = Patch(source, "speak", louder, requires=["word"])
     assert source.speak is original, "nothing happens before apply"
     patch.apply()
     assert source.speak("a", 2) == user.speak("a", 2) == user.s("a", 2) == "aa!"
@@ -60,7 +43,7 @@ def test_a_patch_reaches_every_name_and_its_revert_restores_each(source, user):
 def test_the_wrapper_says_what_it_wraps(source):
     original = source.speak
     original.note = "kept"
-    patch = Patch(source, "speak", _louder)
+    patch = Patch(source, "speak", louder)
     patch.apply()
     assert source.speak.__wrapped__ is original
     assert getattr(source.speak, MARKER) is patch
@@ -70,7 +53,7 @@ def test_the_wrapper_says_what_it_wraps(source):
 
 def test_applying_twice_is_once_and_reverting_twice_is_once(source, user):
     original = source.speak
-    patch = Patch(source, "speak", _louder)
+    patch = Patch(source, "speak", louder)
     patch.apply()
     patch.apply()
     assert user.speak("a") == "a!", "twice would say a!!"
@@ -88,7 +71,7 @@ def test_a_hundred_rounds_leave_the_modules_as_they_were(source, user):
     class Heir(Owner):
         pass
 
-    patches = PatchSet(Patch(source, "speak", _louder), Patch(Owner, "speak", _louder), Patch(Heir, "other", _louder))
+    patches = PatchSet(Patch(source, "speak", louder), Patch(Owner, "speak", louder), Patch(Heir, "other", louder))
     Owner.other = Owner.speak
     before = [list(vars(place).items()) for place in (source, user, Owner, Heir)]
     for _ in range(100):
@@ -103,9 +86,9 @@ def test_a_hundred_rounds_leave_the_modules_as_they_were(source, user):
 
 def test_revert_reaches_who_imported_the_wrapper_later(monkeypatch, source):
     original = source.speak
-    patch = Patch(source, "speak", _louder)
+    patch = Patch(source, "speak", louder)
     patch.apply()
-    late = _module(monkeypatch, "patched_late", "from patched_source import speak as borrowed\n")
+    late = make_module(monkeypatch, "patched_late", "from patched_source import speak as borrowed\n")
     assert late.borrowed("a") == "a!"
     patch.revert()
     assert late.borrowed is original
@@ -113,7 +96,7 @@ def test_revert_reaches_who_imported_the_wrapper_later(monkeypatch, source):
 
 def test_revert_reaches_a_module_that_has_left_since(monkeypatch, source, user):
     original = source.speak
-    patch = Patch(source, "speak", _louder)
+    patch = Patch(source, "speak", louder)
     patch.apply()
     monkeypatch.delitem(sys.modules, "patched_user")
     patch.revert()
@@ -123,7 +106,7 @@ def test_revert_reaches_a_module_that_has_left_since(monkeypatch, source, user):
 def test_a_module_that_nobody_registered_is_patched_too(monkeypatch, source):
     monkeypatch.delitem(sys.modules, "patched_source")
     original = source.speak
-    patch = Patch(source, "speak", _louder)
+    patch = Patch(source, "speak", louder)
     patch.apply()
     assert source.speak("a") == "a!"
     patch.revert()
@@ -159,107 +142,12 @@ def test_odd_and_lazy_modules_are_left_asleep(monkeypatch, source, tmp_path):
     for name, odd in oddities.items():
         monkeypatch.setitem(sys.modules, f"patched_{name}", odd)
     original = source.speak
-    patch = Patch(source, "speak", _louder)
+    patch = Patch(source, "speak", louder)
     patch.apply()
     assert source.speak("a") == "a!"
     patch.revert()
     assert source.speak is original
     assert type(lazy) is not ModuleType, "still unloaded"
-
-
-def test_a_missing_parameter_is_named(source):
-    with _refused(
-        "needed the parameters voice, pitch of patched_source.speak, which takes (word, times); this version"
-    ):
-        Patch(source, "speak", _louder, requires=["word", "voice", "pitch"]).apply()
-    assert source.speak("a") == "a"
-
-
-@pytest.mark.parametrize(
-    ("code", "found"),
-    [("", "nothing there"), ("speak = 3", "a int"), ("class speak: pass", "a type")],
-)
-def test_what_is_no_function_is_not_patched(monkeypatch, code, found):
-    module = _module(monkeypatch, "patched_other", code)
-    with _refused(f"needed a function at patched_other.speak to patch, found {found}; is this version supported?"):
-        Patch(module, "speak", _louder).apply()
-
-
-def test_a_module_attribute_made_on_demand_is_not_asked_for(monkeypatch):
-    module = _module(monkeypatch, "patched_other", "def __getattr__(name):\n    raise AssertionError(name)\n")
-    with _refused("found nothing there"):
-        Patch(module, "speak", _louder).apply()
-
-
-def test_a_function_without_a_signature_cannot_be_checked(monkeypatch):
-    module = _module(monkeypatch, "patched_other", "speak = getattr\n")
-    with _refused("patched_other.speak has no signature to check"):
-        Patch(module, "speak", _louder, requires=["word"]).apply()
-
-
-def test_a_second_patch_of_the_same_name_is_refused(source, user):
-    first = Patch(source, "speak", _louder)
-    first.apply()
-    with _refused("patched_source.speak is patched by compact_logits already; revert that patch first"):
-        Patch(source, "speak", _louder).apply()
-
-    @functools.wraps(source.speak)
-    def on_top(word):
-        return first.wrapper(word)
-
-    source.speak = on_top
-    with _refused("patched_source.speak is patched by compact_logits already, below on_top ("):
-        Patch(source, "speak", _louder).apply()
-    first.apply()  # still there, below: nothing to do
-    source.speak = first.wrapper
-    first.revert()
-
-
-@pytest.mark.parametrize("place", ["source", "user"])
-def test_revert_refuses_to_undo_what_somebody_else_put_on_top(source, user, place):
-    original = source.speak
-    module = {"source": source, "user": user}[place]
-    patch = Patch(source, "speak", _louder)
-    patch.apply()
-
-    def stranger(word):
-        return "?"
-
-    module.speak = stranger
-    with _refused(
-        f"cannot revert patched_{place}.speak: it was patched by compact_logits and is now stranger ("
-    ) as who:
-        patch.revert()
-    assert __file__ in str(who.value), "names the file of who it was"
-    assert module.speak is stranger and user.s is patch.wrapper, "a refused revert changes nothing"
-    module.speak = patch.wrapper
-    patch.revert()
-    assert source.speak is user.speak is user.s is original
-
-
-def test_a_name_that_was_deleted_meanwhile_is_not_brought_back(source, user):
-    patch = Patch(source, "speak", _louder)
-    patch.apply()
-    del user.s
-    with _refused("cannot revert patched_user.s: it was patched by compact_logits and is now gone"):
-        patch.revert()
-    user.s = patch.wrapper
-    patch.revert()
-
-
-def test_applying_again_notices_that_the_patch_has_been_replaced(source):
-    original = source.speak
-    patch = Patch(source, "speak", _louder)
-    patch.apply()
-    source.speak = lambda word: word
-    with _refused("patched_source.speak was patched by compact_logits and is now <lambda> ("):
-        patch.apply()
-    source.speak = original
-    patch.revert()
-    assert source.speak is original, "where the original is back already, there is nothing to undo"
-    patch.apply()
-    assert source.speak("a") == "a!"
-    patch.revert()
 
 
 def test_a_method_is_patched_where_it_is_named_and_an_inherited_one_is_deleted_again():
@@ -271,13 +159,13 @@ def test_a_method_is_patched_where_it_is_named_and_an_inherited_one_is_deleted_a
         pass
 
     original = vars(Owner)["speak"]
-    heir = Patch(Heir, "speak", _louder, requires=["word"])
+    heir = Patch(Heir, "speak", louder, requires=["word"])
     heir.apply()
     assert (Owner().speak("a"), Heir().speak("a")) == ("a", "a!")
     heir.revert()
     assert "speak" not in vars(Heir) and vars(Owner)["speak"] is original
 
-    owner = Patch(Owner, "speak", _louder)
+    owner = Patch(Owner, "speak", louder)
     owner.apply()
     assert (Owner().speak("a"), Heir().speak("a")) == ("a!", "a!")
     with _refused("Heir.speak is patched by compact_logits already"):
@@ -292,7 +180,7 @@ def test_static_and_class_methods_stay_what_they_are(kind):
         speak = kind(lambda *args: args[-1])
 
     raw = vars(Owner)["speak"]
-    patch = Patch(Owner, "speak", _louder)
+    patch = Patch(Owner, "speak", louder)
     patch.apply()
     assert type(vars(Owner)["speak"]) is kind
     assert Owner.speak("a") == Owner().speak("a") == "a!"
@@ -300,31 +188,9 @@ def test_static_and_class_methods_stay_what_they_are(kind):
     assert vars(Owner)["speak"] is raw
 
 
-def test_a_property_is_not_a_function():
-    class Owner:
-        @property
-        def speak(self):
-            return "a"
-
-    with _refused("Owner.speak to patch, found a property"):
-        Patch(Owner, "speak", _louder).apply()
-
-
-def test_a_method_with_somebody_elses_patch_on_top_is_not_restored():
-    class Owner:
-        def speak(self, word):
-            return word
-
-    patch = Patch(Owner, "speak", _louder)
-    patch.apply()
-    Owner.speak = lambda self, word: "?"
-    with _refused("Owner.speak: it was patched by compact_logits and is now <lambda> ("):
-        patch.revert()
-
-
 def test_a_set_is_applied_as_a_whole_or_not_at_all(source, user):
     before = dict(vars(source)), dict(vars(user))
-    failing = PatchSet(Patch(source, "speak", _louder), Patch(user, "absent", _louder))
+    failing = PatchSet(Patch(source, "speak", louder), Patch(user, "absent", louder))
     with _refused("patched_user.absent"):
         failing.apply()
     assert (dict(vars(source)), dict(vars(user))) == before
@@ -332,17 +198,17 @@ def test_a_set_is_applied_as_a_whole_or_not_at_all(source, user):
 
 
 def test_a_failing_set_leaves_what_was_applied_before(source):
-    earlier = Patch(source, "speak", _louder)
+    earlier = Patch(source, "speak", louder)
     earlier.apply()
     with _refused("patched_source.absent"):
-        PatchSet(earlier, Patch(source, "absent", _louder)).apply()
+        PatchSet(earlier, Patch(source, "absent", louder)).apply()
     assert earlier.applied and source.speak("a") == "a!"
     earlier.revert()
 
 
 def test_a_set_is_reverted_as_a_whole_or_not_at_all(monkeypatch, source):
-    other = _module(monkeypatch, "patched_other", "def shout(word):\n    return word.upper()\n")
-    patches = PatchSet(Patch(source, "speak", _louder), Patch(other, "shout", _louder))
+    other = make_module(monkeypatch, "patched_other", "def shout(word):\n    return word.upper()\n")
+    patches = PatchSet(Patch(source, "speak", louder), Patch(other, "shout", louder))
     patches.apply()
     patches.apply()
     assert patches.applied and source.speak("a") == "a!" and other.shout("a") == "A!"
@@ -365,7 +231,7 @@ def test_a_set_is_reverted_in_reverse_order(source):
 
     source.second = lambda word: word
     order: list[str] = []
-    patches = PatchSet(Watched(source, "speak", _louder), Watched(source, "second", _louder))
+    patches = PatchSet(Watched(source, "speak", louder), Watched(source, "second", louder))
     patches.apply()
     patches.revert()
     assert order == ["second", "speak"]
