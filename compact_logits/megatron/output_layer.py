@@ -34,7 +34,7 @@ def armed(
     ordinary_calls: int = 0,
     logit_scale: float = 1.0,
 ) -> Iterator[None]:
-    """Within the context, a call of `head` answers `request`: it returns `((rows, 1, 2) fp32, None)`, log-prob and
+    """Within the context, a call of `head` answers `request`: it returns `((sequence, batch, 2) fp32, None)`, log-prob and
     entropy of every row, zeros for rows that are not kept.
 
     Only `head.forward` is overridden, on the instance, so that a call still enters through the module and its
@@ -46,7 +46,7 @@ def armed(
     passed = 0
 
     def forward(
-        input_: Tensor,  # (sequence / tensor-parallel size, 1, hidden)
+        input_: Tensor,  # (sequence / tensor-parallel size, batch, hidden)
         weight: Tensor | None = None,
         *args: Any,
         **kwargs: Any,
@@ -75,13 +75,13 @@ def armed(
 
 def _answer(
     head: Any,
-    hidden: Tensor,  # (sequence / tensor-parallel size, 1, hidden)
+    hidden: Tensor,  # (sequence / tensor-parallel size, batch, hidden)
     weight: Tensor,  # (vocab_local, hidden)
     request: Request,
     logit_scale: float,
-) -> Tensor:  # (rows, 1, 2) fp32
+) -> Tensor:  # (sequence, batch, 2) fp32
     selection, group = request.selection, head.tp_group
-    rows = rearrange(hidden, "row 1 hidden -> row hidden")
+    rows = rearrange(hidden, "sequence batch hidden -> (sequence batch) hidden")
     exchange: RowExchange
     if head.sequence_parallel:
         shards = group.size()
@@ -91,14 +91,13 @@ def _answer(
         rows = select(rows, selection.indices)
         exchange = Replicated(group) if group.size() > 1 else Local()
     start = group.rank() * weight.shape[0]
-    scorer: Scorer = base = LogProbScorer(
+    base = LogProbScorer(
         targets=selection.targets,
         shard=VocabShard(start, start + weight.shape[0], group if group.size() > 1 else None),
         temperature=request.temperature / logit_scale,
         entropy=request.entropy,
     )
-    if request.nucleus is not None:
-        scorer = NucleusScorer(base, request.nucleus)
+    scorer: Scorer = base if request.nucleus is None else NucleusScorer(base, request.nucleus)
     fused = head.gradient_accumulation_fusion and weight.requires_grad and torch.is_grad_enabled()
     outputs = score_hidden(
         rows,
@@ -111,4 +110,5 @@ def _answer(
     )
     entropy = outputs[1] if len(outputs) > 1 else torch.zeros_like(outputs[0])
     scalars = torch.stack([outputs[0], entropy], dim=-1)
-    return rearrange(scatter(scalars, selection.indices, selection.num_rows), "row scalar -> row 1 scalar")
+    scattered = scatter(scalars, selection.indices, selection.num_rows)
+    return rearrange(scattered, "(sequence batch) scalar -> sequence batch scalar", batch=request.batch)

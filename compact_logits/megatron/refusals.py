@@ -114,13 +114,11 @@ def refuse_rows(
     shards: int,
 ) -> str | None:
     """Why these hidden states are not the rows the request was built for, or `None`."""
-    if hidden.dim() != 3 or hidden.shape[1] != 1:
-        return f"the hidden states are {tuple(hidden.shape)}, proven is (rows, 1, hidden)"
-    if hidden.shape[0] * shards != request.selection.num_rows:
-        return (
-            f"the model has {hidden.shape[0] * shards} rows and the loss mask was marked for "
-            f"{request.selection.num_rows}"
-        )
+    if hidden.dim() != 3 or hidden.shape[1] != request.batch:
+        return f"the hidden states are {tuple(hidden.shape)}, asked was (rows, {request.batch}, hidden)"
+    rows = hidden.shape[0] * hidden.shape[1] * shards
+    if rows != request.selection.num_rows:
+        return f"the model has {rows} rows and the loss mask was marked for {request.selection.num_rows}"
     if hidden.dtype != weight.dtype:
         return f"the hidden states are {hidden.dtype} and the output weight {weight.dtype}"
     return None

@@ -30,9 +30,14 @@ class Outcome:
 @dataclass(eq=False)
 class Request:
     """One micro-batch's question. `outcome` is written by the seam when the model has run, and read by the consumer;
-    it stays `None` where the seam was never reached, and then the model's output is ordinary logits."""
+    it stays `None` where the seam was never reached, and then the model's output is ordinary logits.
+
+    With `batch` sequences side by side, the rows of the selection are those of `(sequence batch)`: all sequences' first
+    row, then all sequences' second row. So are a shard's rows under sequence parallelism, as Megatron cuts them.
+    """
 
     selection: RowSelection
+    batch: int = 1
     temperature: float | Tensor = 1.0  # scalar or (kept,)
     entropy: Entropy = "none"
     nucleus: Nucleus | None = None  # of the kept rows

@@ -7,18 +7,15 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from einops import rearrange
-from torch import Tensor
-
 from compact_logits.errors import PatchError, RefusedError
 from compact_logits.megatron.output_layer import armed
+from compact_logits.megatron.processor import PROCESSOR_PARAMETERS, output_processor
 from compact_logits.megatron.refusals import refuse_call, refuse_head
 from compact_logits.megatron.request import Outcome, Request, request_of
 
 __all__ = ["NEEDED_PARAMETERS", "postprocess_wrapper"]
 
 NEEDED_PARAMETERS = ("hidden_states", "labels", "loss_mask", "runtime_gather_output", "inference_context")
-_PROCESSOR_PARAMETERS = ("output_processor", "output_processor_context")
 
 logger = logging.getLogger("compact_logits")
 
@@ -39,7 +36,7 @@ def postprocess_wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
             f"GPTModel._postprocess has no parameter {missing[0]!r}: this Megatron version is not one "
             f"compact_logits is proven with; unset COMPACT_LOGITS or use a supported version"
         )
-    native = all(name in signature.parameters for name in _PROCESSOR_PARAMETERS)
+    native = all(name in signature.parameters for name in PROCESSOR_PARAMETERS)
     told: set[str] = set()
 
     def _postprocess(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -55,7 +52,7 @@ def postprocess_wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
             request.outcome = Outcome("full", reason)
             result = None
         elif native:
-            bound.arguments.update(output_processor=_processor, output_processor_context=(self, request))
+            bound.arguments.update(output_processor=output_processor, output_processor_context=(self, request))
             result = original(*bound.args, **bound.kwargs)
         else:
             with armed(self.output_layer, request, ordinary_calls=_mtp_calls(self, bound.arguments)):
@@ -75,24 +72,6 @@ def postprocess_wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
 
     _postprocess.__wrapped__ = original  # type: ignore[attr-defined]
     return _postprocess
-
-
-def _processor(
-    *,
-    hidden_states: Tensor,  # (sequence / tensor-parallel size, 1, hidden)
-    output_layer: Any,
-    output_weight: Tensor | None,
-    context: tuple[Any, Request],
-    scale_logits: Callable[[Tensor], Tensor],
-    **_: Any,
-) -> Tensor:  # (1, rows, 2) fp32, or the logits as they would have been
-    model, request = context
-    scale = model.config.mup_output_mult if getattr(model.config, "use_mup", False) else 1.0
-    with armed(output_layer, request, logit_scale=scale):
-        answer, _bias = output_layer(hidden_states, weight=output_weight, runtime_gather_output=False)
-    if not request.compact:
-        answer = scale_logits(answer)
-    return rearrange(answer, "row batch scalar -> batch row scalar").contiguous()
 
 
 def _mtp_calls(model: Any, arguments: dict[str, Any]) -> int:

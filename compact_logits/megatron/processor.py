@@ -1,0 +1,41 @@
+"""What Megatron's official output-processor contract is given: the output layer answers a request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from einops import rearrange
+from torch import Tensor
+
+from compact_logits.megatron.output_layer import armed
+from compact_logits.megatron.request import Request
+
+__all__ = ["PROCESSOR_PARAMETERS", "output_processor"]
+
+PROCESSOR_PARAMETERS = ("output_processor", "output_processor_context")
+
+
+def output_processor(
+    *,
+    hidden_states: Tensor,  # (sequence / tensor-parallel size, batch, hidden)
+    output_layer: Any,
+    output_weight: Tensor | None,
+    runtime_gather_output: bool | None,
+    context: tuple[Any, Request],  # the GPTModel and what it is asked
+    scale_logits: Callable[[Tensor], Tensor],
+    **_: Any,
+) -> Tensor:  # (batch, sequence, 2) fp32, or the logits as they would have been
+    """Log-prob and entropy of every row, whether the caller wants logits gathered over the vocabulary or not.
+
+    Where the head refuses the rows, its logits are gathered as the caller wants. `Request.outcome` says which it was.
+    """
+    model, request = context
+    scale = model.config.mup_output_mult if getattr(model.config, "use_mup", False) else 1.0
+    with armed(output_layer, request, logit_scale=scale):
+        answer, _bias = output_layer(
+            hidden_states, weight=output_weight, runtime_gather_output=runtime_gather_output
+        )
+    if not request.compact:
+        answer = scale_logits(answer)
+    return rearrange(answer, "row batch scalar -> batch row scalar").contiguous()
