@@ -56,7 +56,9 @@ class Config:
         known = {_PREFIX, f"{_PREFIX}_CHUNK_BYTES"}
         unknown = sorted(name for name in environ if name.startswith(_PREFIX) and name not in known)
         if unknown:
-            raise ConfigError(f"unknown environment variable {unknown[0]}; the known ones are {', '.join(sorted(known))}")
+            raise ConfigError(
+                f"unknown environment variable {unknown[0]}; the known ones are {', '.join(sorted(known))}"
+            )
         value = environ.get(_PREFIX, "").strip().lower()
         if value not in _MODES:
             raise ConfigError(f"COMPACT_LOGITS must be unset, 0, 1 or strict, got {environ[_PREFIX]!r}")

@@ -49,7 +49,7 @@ class _ScoreLogits(torch.autograd.Function):
         logits, *saved = ctx.saved_tensors
         work = work_dtype(logits.dtype)
         grads = tuple(g if g is None else g.to(work) for g in grads)
-        plan = plan_chunks(*logits.shape, logits.dtype, logits.device, ctx.chunk_bytes)
+        plan = plan_chunks(logits.shape[0], logits.shape[1], logits.dtype, logits.device, ctx.chunk_bytes)
         scratch = Scratch(plan, logits.shape[1], logits)
         d_logits = torch.empty_like(logits)
         for _, block in plan.blocks(slice(0, plan.rows)):
@@ -73,7 +73,7 @@ def _forward(
     scorer: Scorer,
     chunk_bytes: int | None,
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:  # outputs, saved
-    plan = plan_chunks(*logits.shape, logits.dtype, logits.device, chunk_bytes)
+    plan = plan_chunks(logits.shape[0], logits.shape[1], logits.dtype, logits.device, chunk_bytes)
     scratch = Scratch(plan, logits.shape[1], logits)
     stats = logits.new_empty(plan.rows, scorer.stats_width, dtype=work_dtype(logits.dtype))
     for _, block in plan.blocks(slice(0, plan.rows)):

@@ -20,13 +20,17 @@ if TYPE_CHECKING:
 __all__ = ["as_autocast", "score_hidden"]
 
 
-def as_autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-    """The tensors in the dtype that a linear layer would compute in here: autocast's where it is on."""
-    device_type = next(tensor.device.type for tensor in tensors if tensor is not None)
+def as_autocast(
+    hidden: Tensor,  # (rows, hidden)
+    weight: Tensor,  # (vocab_local, hidden)
+    bias: Tensor | None,  # (vocab_local,)
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The three in the dtype that a linear layer would compute in here: autocast's where it is on."""
+    device_type = hidden.device.type
     if not torch.is_autocast_enabled(device_type):
-        return tensors
+        return hidden, weight, bias
     dtype = torch.get_autocast_dtype(device_type)
-    return tuple(tensor if tensor is None else tensor.to(dtype) for tensor in tensors)
+    return hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
 
 
 def score_hidden(

@@ -82,7 +82,9 @@ def check_row_ids(
         return
     low, high = int(ids.min()), int(ids.max())
     if low < 0:
-        raise InputError(f"{name} must be vocabulary ids, got {low}; select the rows that count instead of marking rows")
+        raise InputError(
+            f"{name} must be vocabulary ids, got {low}; select the rows that count instead of marking rows"
+        )
     if not shard.sharded and high >= shard.size:
         raise InputError(f"{name} must be below the vocabulary size {shard.size}, got {high}")
 
@@ -111,5 +113,7 @@ def check_temperature(
 
 def check_chunk_bytes(chunk_bytes: int | None) -> None:
     """Raise `InputError` unless the chunk budget is a positive number of bytes, or `None` for the default."""
-    if chunk_bytes is not None and (isinstance(chunk_bytes, bool) or not isinstance(chunk_bytes, int) or chunk_bytes < 1):
+    if chunk_bytes is not None and (
+        isinstance(chunk_bytes, bool) or not isinstance(chunk_bytes, int) or chunk_bytes < 1
+    ):
         raise InputError(f"chunk_bytes must be a positive whole number of bytes or None, got {chunk_bytes!r}")

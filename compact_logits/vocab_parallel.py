@@ -60,7 +60,7 @@ def gather_stats(
     stats: Tensor,  # (rows, stats) fp32
     shard: VocabShard,
 ) -> Tensor:  # (ranks, rows, stats) fp32
-    """All ranks' statistics of the same rows, in rank order, so that every rank merges the same numbers to the same bits.
+    """All ranks' statistics of the same rows, in rank order, so that every rank merges them to the same bits.
 
     One all-gather where the vocabulary is sharded, none otherwise. With zero rows the all-gather still takes place,
     over one row, since back ends disagree about empty messages.

@@ -46,10 +46,11 @@ def pinned(name: str, python: str) -> str:
     return found[0]
 
 
-def shell_lines(text: str) -> list[str]:
-    """The lines of the fenced shell blocks of a Markdown text."""
-    blocks = re.findall(r"^```(?:bash|sh|shell|console)\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
-    return [line.strip() for block in blocks for line in block.splitlines() if line.strip()]
+def commands(text: str) -> list[str]:
+    """The lines of the fenced shell blocks of a Markdown text, and its code spans."""
+    blocks = re.findall(r"^```bash\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    return [line for block in blocks for line in block.splitlines()] + re.findall(r"`([^`]+)`", prose)
 
 
 @pytest.mark.parametrize("python", ["3.10", "3.11", "3.12"])
@@ -93,12 +94,12 @@ def test_the_script_of_the_project_file_exists(project: dict[str, Any]) -> None:
 
 
 def test_the_change_log_begins_with_this_version(project: dict[str, Any]) -> None:
-    versions = re.findall(r"^## \[?(\d[^\]\s]*)", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
+    versions = re.findall(r"^## (\d[\w.]*)", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
     assert versions[0] == project["version"]
 
 
 def test_every_command_of_the_readme_exists() -> None:
-    lines = shell_lines((ROOT / "README.md").read_text())
+    lines = commands((ROOT / "README.md").read_text())
     tools = {match for line in lines for match in re.findall(r"(?:^|\s)(tools/[\w-]+)", line)}
     assert {"tools/demo", "tools/test"} <= tools
     for tool in tools:

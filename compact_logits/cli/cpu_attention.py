@@ -106,11 +106,12 @@ def _attend(
     key_position: Tensor,  # (keys)
 ) -> Tensor:  # (rows, heads, dim)
     share = query.shape[1] // key.shape[1]
-    key, value = (repeat(x, "keys groups dim -> (groups share) keys dim", share=share) for x in (key, value))
-    query = rearrange(query, "rows heads dim -> heads rows dim")
+    # With a batch axis torch has a fused kernel for the CPU, without it none.
+    key, value = (repeat(x, "keys groups dim -> 1 (groups share) keys dim", share=share) for x in (key, value))
+    query = rearrange(query, "rows heads dim -> 1 heads rows dim")
     seen = key_position <= rearrange(position, "rows -> rows 1")
     out = F.scaled_dot_product_attention(query, key, value, attn_mask=seen)
-    return rearrange(out, "heads rows dim -> rows heads dim")
+    return rearrange(out, "1 heads rows dim -> rows heads dim")
 
 
 class _GatherRows(torch.autograd.Function):

@@ -34,8 +34,8 @@ def armed(
     ordinary_calls: int = 0,
     logit_scale: float = 1.0,
 ) -> Iterator[None]:
-    """Within the context, a call of `head` answers `request`: it returns `((sequence, batch, 2) fp32, None)`, log-prob and
-    entropy of every row, zeros for rows that are not kept.
+    """Within the context, a call of `head` answers `request`: it returns `((sequence, batch, 2) fp32, None)`, log-prob
+    and entropy of every row, zeros for rows that are not kept.
 
     Only `head.forward` is overridden, on the instance, so that a call still enters through the module and its
     pre-hooks run (DDP waits there for the weight's all-gather). The first `ordinary_calls` calls, and calls of other

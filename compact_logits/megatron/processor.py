@@ -33,9 +33,7 @@ def output_processor(
     model, request = context
     scale = model.config.mup_output_mult if getattr(model.config, "use_mup", False) else 1.0
     with armed(output_layer, request, logit_scale=scale):
-        answer, _bias = output_layer(
-            hidden_states, weight=output_weight, runtime_gather_output=runtime_gather_output
-        )
+        answer, _bias = output_layer(hidden_states, weight=output_weight, runtime_gather_output=runtime_gather_output)
     if not request.compact:
         answer = scale_logits(answer)
     return rearrange(answer, "row batch scalar -> batch row scalar").contiguous()

@@ -63,9 +63,9 @@ def _refuse_weight(head: Any, weight: Tensor | None) -> str | None:
         return "the output weight belongs to Megatron-FSDP"
     if tuple(weight.shape) != (head.output_size_per_partition, head.input_size):
         return f"the output weight is {tuple(weight.shape)} at the time of the call, not the rank's whole slice"
-    if head.gradient_accumulation_fusion and weight.requires_grad and torch.is_grad_enabled():
-        if getattr(weight, "main_grad", None) is None:
-            return "gradient_accumulation_fusion is on but the output weight has no main_grad"
+    fused = head.gradient_accumulation_fusion and weight.requires_grad and torch.is_grad_enabled()
+    if fused and getattr(weight, "main_grad", None) is None:
+        return "gradient_accumulation_fusion is on but the output weight has no main_grad"
     return None
 
 

@@ -7,11 +7,13 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor
+
 from compact_logits.errors import PatchError, RefusedError
 from compact_logits.megatron.output_layer import armed
 from compact_logits.megatron.processor import PROCESSOR_PARAMETERS, output_processor
 from compact_logits.megatron.refusals import refuse_call, refuse_head
-from compact_logits.megatron.request import Outcome, Request, request_of
+from compact_logits.megatron.request import Outcome, request_of
 
 __all__ = ["NEEDED_PARAMETERS", "postprocess_wrapper"]
 
@@ -46,18 +48,18 @@ def postprocess_wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, *args, **kwargs)
         bound.apply_defaults()
         request.outcome = None
+        result: Tensor | None = None
         tied = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         reason = refuse_call(self, bound.arguments, native=native) or refuse_head(self.output_layer, tied)
         if reason is not None:
             request.outcome = Outcome("full", reason)
-            result = None
         elif native:
             bound.arguments.update(output_processor=output_processor, output_processor_context=(self, request))
             result = original(*bound.args, **bound.kwargs)
         else:
             with armed(self.output_layer, request, ordinary_calls=_mtp_calls(self, bound.arguments)):
                 result = original(self, *args, **kwargs)
-        if request.compact:
+        if request.compact and result is not None:
             # The layer's result may come back as a view; pipeline schedules free outputs that own their storage.
             return result if result._base is None else result.clone()
         if request.outcome is None:

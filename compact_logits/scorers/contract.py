@@ -43,7 +43,9 @@ class Scorer(Protocol):
     def merge(
         self,
         stats: Tensor,  # (rows, stats_width) fp32, of this rank's slice
-    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:  # outputs, each (rows, ...); saved for backward, each (rows, ...)
+    ) -> tuple[
+        tuple[Tensor, ...], tuple[Tensor, ...]
+    ]:  # outputs, each (rows, ...); saved for backward, each (rows, ...)
         ...
 
     def d_logits_(

@@ -183,7 +183,8 @@ def linear_log_probs(
     or `"loss"` (differentiable). Gradients have the dtypes of their inputs; the weight's is accumulated in fp32.
 
     Collectives over `shard.group`: forward one all-gather of three or four fp32 a row; backward one all-reduce of
-    the gradient of `hidden`, if it needs one. Also with zero rows. Raises `InputError` on every rank alike, before them.
+    the gradient of `hidden`, if it needs one. Also with zero rows. Raises `InputError` before them, on
+    every rank alike.
     """
     hidden, weight, bias = as_autocast(hidden, weight, bias)
     resolved = validation.check_head(hidden, weight, bias, shard)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -152,7 +153,7 @@ class _LocalEntries:
 
     def of_rows(self, rows: slice) -> _LocalEntries:
         cut = slice(self.offsets[rows.start], self.offsets[rows.stop])
-        lengths = [b - a for a, b in zip(self.offsets[rows.start : rows.stop], self.offsets[rows.start + 1 :])]
+        bounds = self.offsets[rows.start : rows.stop + 1]
         return _LocalEntries(
             row=self.row[cut] - rows.start,
             place=self.place[cut],
@@ -160,11 +161,12 @@ class _LocalEntries:
             other=self.other[cut],
             recorded=self.recorded[rows],
             offsets=[],
-            width=max(lengths, default=0),
+            width=max((stop - start for start, stop in pairwise(bounds)), default=0),
         )
 
     def logits(self, z: Tensor, base: LogProbScorer, rows: slice) -> Tensor:  # (entries,)
         """The tempered logits of the entries, -inf for the target, which is counted apart."""
-        raw = z[self.row, self.local_id]
-        tempered = raw / base.temperature[rows].to(z.dtype)[self.row] if isinstance(base.temperature, Tensor) else raw / base.temperature
-        return tempered.masked_fill_(~self.other, -torch.inf)
+        temperature = base.temperature
+        if isinstance(temperature, Tensor):
+            temperature = temperature[rows].to(z.dtype)[self.row]
+        return (z[self.row, self.local_id] / temperature).masked_fill_(~self.other, -torch.inf)

@@ -81,10 +81,10 @@ def mark_batch(
         )
     tokens = batch["unconcat_tokens"]
     selection = RowSelection.build(keep, layout.label_source, layout.join_tokens(tokens))
-    recorded = tuple(batch.get(key) for key in ("rollout_top_p_token_ids", "rollout_top_p_token_offsets"))
+    ids, offsets = batch.get("rollout_top_p_token_ids"), batch.get("rollout_top_p_token_offsets")
     nucleus = None
-    if pass_.replays_nucleus and all(each is not None for each in recorded):  # slime itself raises where one is missing
-        nucleus = nucleus_of(*recorded, layout, selection)
+    if pass_.replays_nucleus and ids is not None and offsets is not None:  # slime itself raises where one is missing
+        nucleus = nucleus_of(ids, offsets, layout, selection)
     request = Request(
         selection=selection,
         temperature=pass_.temperature,

@@ -37,7 +37,9 @@ class Installation:
         loss = importlib.import_module("slime.backends.megatron_utils.loss")
         redistribute = getattr(loss, "_allgather_cp_redistribute", None)
         if redistribute is None:
-            raise PatchError("slime's loss module has no _allgather_cp_redistribute; this slime version is not supported")
+            raise PatchError(
+                "slime's loss module has no _allgather_cp_redistribute; this slime version is not supported"
+            )
         self._megatron_args: Callable[[], Namespace] = model.get_args
         self._log_probs = Patch(
             loss,

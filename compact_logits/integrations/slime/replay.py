@@ -44,9 +44,9 @@ def nucleus_of(
         stops += [offsets[1:] + base, unrecorded]
         recorded += [torch.arange(response) < response - missing]
     row_of = layout.response_source[selection.host_indices]
-    joined = [torch.cat([torch.arange(0), *parts])[row_of] for parts in (starts, stops)]
+    first, last = (torch.cat([torch.arange(0), *parts])[row_of] for parts in (starts, stops))
     flags = torch.cat([torch.zeros(0, dtype=torch.bool), *recorded])[row_of]
-    return Nucleus.build(torch.cat([torch.arange(0), *ids]), *joined, flags)
+    return Nucleus.build(torch.cat([torch.arange(0), *ids]), first, last, flags)
 
 
 def _host(value: Any) -> Tensor:  # (n,) int64 on the CPU
