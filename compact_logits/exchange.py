@@ -15,7 +15,7 @@ from compact_logits.errors import InputError
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["Local", "Replicated", "RowExchange", "SequenceSharded"]
+__all__ = ["Local", "Replicated", "RowExchange", "SequenceSharded", "Wait"]
 
 Wait = Callable[[], Tensor]
 
