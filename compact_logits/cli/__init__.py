@@ -1,0 +1,53 @@
+"""The command `compact-logits`. A subcommand is imported when it is called, not before."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from compact_logits.cli.launch import RankFailed
+from compact_logits.errors import CompactLogitsError, ConfigError
+
+__all__ = ["main"]
+
+# Each module has `add_arguments(parser)` and `run(args) -> int`.
+_COMMANDS = {"demo": "train a small GPTModel on the full and on the compact path, on the CPU, and compare"}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand and return the exit code: 0 for done, 1 for failed, 2 for used wrongly, 130 for interrupted.
+
+    What goes wrong is said on stderr in one line.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    parser = _Parser(prog="compact-logits", description="Log-probs of the rows that count, without the other logits.")
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    name = "compact-logits"
+    try:
+        for command, summary in _COMMANDS.items():
+            subparser = subparsers.add_parser(command, help=summary, description=summary)
+            if arguments[:1] == [command]:
+                name = subparser.prog
+                module = importlib.import_module(f"{__name__}.{command}")
+                module.add_arguments(subparser)
+                subparser.set_defaults(run=module.run)
+        args = parser.parse_args(arguments)
+        code: int = args.run(args)
+        return code
+    except CompactLogitsError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return 2
+    except RankFailed as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"{name}: interrupted", file=sys.stderr)
+        return 130
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; {self.prog} --help lists what there is")

@@ -109,8 +109,11 @@ def _attend(
     # With a batch axis torch has a fused kernel for the CPU, without it none.
     key, value = (repeat(x, "keys groups dim -> 1 (groups share) keys dim", share=share) for x in (key, value))
     query = rearrange(query, "rows heads dim -> 1 heads rows dim")
-    seen = key_position <= rearrange(position, "rows -> rows 1")
-    out = F.scaled_dot_product_attention(query, key, value, attn_mask=seen)
+    if torch.equal(position, key_position):
+        out = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+    else:
+        seen = key_position <= rearrange(position, "rows -> rows 1")
+        out = F.scaled_dot_product_attention(query, key, value, attn_mask=seen)
     return rearrange(out, "1 heads rows dim -> rows heads dim")
 
 
