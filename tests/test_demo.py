@@ -131,12 +131,13 @@ def test_the_command_as_a_user_runs_it(tmp_path: Path) -> None:
     path = tmp_path / "mine.jsonl"
     path.write_text("\n".join(json.dumps(rollout) for rollout in rollouts))
     command = [sys.executable, "-m", "compact_logits", "demo", "--steps", "1", "--rollouts", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "parity holds" in done.stdout
     assert "largest logits tensor" in done.stdout
     assert "25.0% kept" in done.stdout, "4 of 12 rows, and 4 rows of padding"
-    assert "Warning" not in done.stderr and "Traceback" not in done.stderr
+    for noise in ("Warning", "Traceback", "CUDA", "DEPRECATED"):
+        assert noise not in done.stderr
 
 
 BAD_USE = [

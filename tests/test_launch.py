@@ -24,7 +24,7 @@ def work(rank: int, world: int, init_method: str, tick: Tick, what: str) -> Any:
     if what == "die" and rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     if what in ("raise", "die"):
-        time.sleep(60)
+        time.sleep(600)
     return rank, world, os.getpid()
 
 
@@ -50,13 +50,13 @@ def test_the_first_failure_ends_all(what: str, said: str) -> None:
     with pytest.raises(RankFailed) as caught:
         launch(2, work, what)
     assert str(caught.value) == said
-    assert time.monotonic() - start < 40, "the rank that still slept was ended"
+    assert time.monotonic() - start < 300, "the rank that still slept was ended"
 
 
 def report_and_sleep(rank: int, world: int, init_method: str, tick: Tick, path: str) -> None:
     with open(path, "w") as file:
         file.write(str(os.getpid()))
-    time.sleep(60)
+    time.sleep(600)
 
 
 def test_no_rank_outlives_a_killed_parent(tmp_path: Any) -> None:
@@ -78,7 +78,7 @@ def test_no_rank_outlives_a_killed_parent(tmp_path: Any) -> None:
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 30
+    end = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < end, "waited in vain"
         time.sleep(0.05)

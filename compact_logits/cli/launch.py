@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import queue
 import signal
@@ -80,8 +81,9 @@ def _serve(
     # Ctrl-C reaches the whole terminal; the parent alone answers it, and ends the ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    # Megatron says at import which optional packages it did not find. None of them is wanted here.
+    # Megatron and torch tell of optional packages that they miss and of plans for the future. None of it matters here.
     warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
     # The ranks talk over the loopback device: a machine's own name need not resolve.
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
