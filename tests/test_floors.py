@@ -15,7 +15,7 @@ FLOORS: list[set[str]] = [
     {"config", "errors", "findings", "reference"},
     {"chunks", "exchange", "given_logits", "projection", "rows", "scorers", "validation", "vocab_parallel"}
     | {"weight_grad"},
-    {"layouts", "memory", "patching"},
+    {"dtensor", "layouts", "memory", "patching"},
     {"megatron"},
     {"integrations"},
     {"cli", "__main__"},

@@ -1,0 +1,23 @@
+"""Device meshes for tests on gloo ranks, made once a process, and DTensors cut as their placements say."""
+
+from __future__ import annotations
+
+import functools
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement
+
+__all__ = ["cut", "mesh_of"]
+
+
+@functools.cache
+def mesh_of(*sizes: int) -> DeviceMesh:
+    """The mesh of these sizes over all ranks, its axes named dp, tp (or tp alone, or pp, dp, tp)."""
+    return init_device_mesh("cpu", sizes, mesh_dim_names=("pp", "dp", "tp")[-len(sizes) :])
+
+
+def cut(tensor: Tensor, mesh: DeviceMesh, placements: list[Placement], *, grad: bool = False) -> DTensor:
+    """The same tensor on every rank, as a DTensor leaf."""
+    return distribute_tensor(tensor, mesh, placements, src_data_rank=None).requires_grad_(grad)
