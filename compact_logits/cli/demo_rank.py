@@ -18,7 +18,7 @@ from compact_logits.cli.training import CompactPath, FullPath, Settings, Trainin
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["Job", "RankOutcome", "run_rank"]
+__all__ = ["Job", "RankOutcome", "compare_paths", "run_rank"]
 
 
 @dataclass(frozen=True)
