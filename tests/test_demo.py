@@ -104,6 +104,15 @@ def test_a_fault_ends_it_with_1(monkeypatch: pytest.MonkeyPatch, rank_pool: Rank
     assert "compact path" in streams.out
 
 
+def test_json_has_no_number_that_json_has_not(
+    monkeypatch: pytest.MonkeyPatch, rank_pool: RankPool, capsys: Any
+) -> None:
+    assert run_demo(monkeypatch, rank_pool, small_job(torch.float32, steps=1), "nan", ("--json",)) == 1
+    report = json.loads(capsys.readouterr().out, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert report["parity"]["passed"] is False
+    assert report["parity"]["loss_difference"] is None and report["compact_path"]["losses"] == [None]
+
+
 def test_a_batch_without_counted_rows_agrees(monkeypatch: pytest.MonkeyPatch, rank_pool: RankPool, capsys: Any) -> None:
     job = dataclasses.replace(small_job(torch.float32), batches=[[Rollout([1, 2, 3, 4], [0, 0])]])
     assert run_demo(monkeypatch, rank_pool, job) == 0

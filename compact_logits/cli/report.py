@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import math
 import platform
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -46,13 +47,14 @@ class Report:
         )
 
     def as_json(self) -> dict[str, Any]:
+        """For a JSON file. A number that is not finite, which JSON has no word for, is `None`."""
         found, bounds, first = self.comparison, BOUNDS[self.job.dtype], self.ranks[0]
         return {
             "parity": {
                 "passed": self.passed,
-                "loss_difference": found.loss,
+                "loss_difference": _number(found.loss),
                 "loss_bound": bounds.loss,
-                "gradient_relative_difference": found.gradient,
+                "gradient_relative_difference": _number(found.gradient),
                 "gradient_bound": bounds.gradient,
                 "gradient_steps_compared": bounds.gradient_steps or self.job.settings.steps,
                 "worst_gradient": found.parameter,
@@ -110,7 +112,7 @@ class Report:
     def _path_as_json(self, trainings: list[Training]) -> dict[str, Any]:
         largest = _largest(trainings)
         return {
-            "losses": trainings[0].losses,
+            "losses": [_number(loss) for loss in trainings[0].losses],
             "time_ms": largest.seconds * 1e3,
             "largest_logits_bytes": largest.largest_bytes,
             "largest_logits_shape": list(largest.largest_shape),
@@ -133,6 +135,10 @@ def _largest(trainings: list[Training]) -> Training:
 def _size(training: Training) -> str:
     shape = " x ".join(f"{size:,}" for size in training.largest_shape if size != 1)
     return f"{shape}\n{training.largest_bytes / _MIB:.2f} MiB"
+
+
+def _number(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 def _name(dtype: torch.dtype) -> str:
