@@ -170,8 +170,10 @@ def _project(
     bias: Tensor | None,
     out: Tensor,  # (chunk, vocab_local)
 ) -> Tensor:
-    torch.mm(rows, weight.t(), out=out)
-    return out if bias is None else out.add_(bias)
+    if bias is None:
+        return torch.mm(rows, weight.t(), out=out)
+    # In one operation, as a linear layer: a sum rounded after the product was rounded is off by twice as much.
+    return torch.addmm(bias, rows, weight.t(), out=out)
 
 
 def _length(rows: slice) -> int:

@@ -1,0 +1,93 @@
+"""The same log-probs from hidden states: the rows that predict the ids are projected, and no logits are held."""
+
+from __future__ import annotations
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+
+from compact_logits import validation
+from compact_logits.errors import InputError
+from compact_logits.integrations.torchforge.head import refuse_sharded_by_fsdp, through_head
+from compact_logits.integrations.torchforge.head_placement import HeadPlacement
+from compact_logits.integrations.torchforge.targets import Targets, aligned_window, log_prob_scorer
+from compact_logits.projection import as_autocast, score_hidden
+
+__all__ = ["compute_logprobs_from_hidden"]
+
+
+@torch.compiler.disable
+def compute_logprobs_from_hidden(
+    hidden: Tensor,  # (batch, positions, hidden), plain or DTensor
+    lm_head_weight: Tensor | nn.Module,  # (vocab, hidden), plain or DTensor; or the head itself
+    input_ids: Tensor,  # (batch, target positions) int, plain or DTensor
+    temperature: float = 1.0,
+    align: bool = True,
+    *,
+    bias: Tensor | None = None,  # (vocab,), placed as the weight
+    compile: bool = False,
+    chunk_bytes: int | None = None,
+) -> Tensor:  # (batch, target positions) fp32
+    """`compute_logprobs(hidden @ lm_head_weight.T, input_ids, temperature, align)`, the logits never being held.
+
+    Only the positions that predict an id are projected, in chunks of at most `chunk_bytes` (default 256 MiB); the
+    product is in the dtype of `hidden`, everything after it in fp32. `input_ids`, `temperature`, `align`, `compile`,
+    the form of the result and errors as in `compute_logprobs`.
+
+    The weight may be sharded on the vocabulary by one mesh axis. `hidden` then is a plain tensor, the same on all ranks
+    of that axis, or a DTensor of the same mesh: replicated over that axis, or sharded on the positions (sequence
+    parallelism: only the positions that count are gathered); and on the other axes replicated, or sharded on the batch.
+    Gradients have the placements of their inputs; the weight's is summed over the axes that shard the batch.
+
+    `lm_head_weight` may be the `nn.Linear` itself, and must be where FSDP2 shards it: its hooks then run as in any
+    other call, and gather the weight, in backward too. Raises `InputError` for a head with other hooks or another
+    `forward`.
+
+    Collectives over the vocabulary's mesh axis: forward one all-gather of three fp32 a row, backward one all-reduce of
+    the gradient of the projected rows; for sharded positions also an all-gather of those rows, and a reduce-scatter in
+    place of the all-reduce. Over each axis that shards the batch: one all-reduce of the weight's gradient.
+    """
+
+    def score(entered: Tensor, weight: Tensor, own_bias: Tensor | None) -> tuple[Tensor, Targets]:
+        return _score(entered, weight, own_bias, input_ids, temperature, align, compile, chunk_bytes)
+
+    if isinstance(lm_head_weight, nn.Module):
+        if bias is not None:
+            raise InputError("a head that is passed as a module has its own bias; pass no other")
+        log_probs, targets = through_head(lm_head_weight, hidden, score)
+    else:
+        refuse_sharded_by_fsdp(lm_head_weight)
+        log_probs, targets = score(hidden, lm_head_weight, bias)
+    return targets.returned(log_probs)
+
+
+def _score(
+    hidden: Tensor,  # (batch, positions, hidden)
+    weight: Tensor,  # (vocab, hidden)
+    bias: Tensor | None,  # (vocab,)
+    input_ids: Tensor,  # (batch, target positions)
+    temperature: float,
+    align: bool,
+    compile: bool,
+    chunk_bytes: int | None,
+) -> tuple[Tensor, Targets]:  # (local batch, target positions), and what they are log-probs of
+    if hidden.dim() != 3 or weight.dim() != 2:
+        raise InputError(
+            f"needed hidden (batch, positions, hidden) and a weight (vocab, hidden), got {tuple(hidden.shape)} and "
+            f"{tuple(weight.shape)}"
+        )
+    head = HeadPlacement.of(hidden, weight)
+    targets = Targets.of(input_ids, head.rows, weight.shape[0], hidden.device)
+    local = head.localize_hidden(hidden)
+    window = aligned_window((local.shape[0], hidden.shape[1]), targets.ids.shape, align, "hidden")
+    positions = head.positions(window, local.shape[0], hidden.shape[1])
+    rows = rearrange(local[:, positions.local], "batch position hidden -> (batch position) hidden")
+    local_weight, local_bias = head.localize(weight), None if bias is None else head.localize(bias)
+    rows, local_weight, local_bias = as_autocast(rows, local_weight, local_bias)
+    shard = validation.check_head(rows, local_weight, local_bias, head.shard)
+    validation.check_chunk_bytes(chunk_bytes)
+    scorer = log_prob_scorer(positions.in_order(targets.ids), shard, temperature, compile=compile)
+    (log_probs,) = score_hidden(
+        rows, local_weight, local_bias, scorer, exchange=positions.exchange, group=shard.group, chunk_bytes=chunk_bytes
+    )
+    return positions.back(log_probs, local.shape[0]), targets

@@ -1,0 +1,75 @@
+"""torchforge's `compute_logprobs` over logits whose vocabulary may be sharded, without gathering it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from compact_logits import validation
+from compact_logits.dtensor import VocabPlacement
+from compact_logits.errors import InputError
+from compact_logits.given_logits import score_logits
+from compact_logits.integrations.torchforge.targets import Targets, aligned_window, log_prob_scorer
+from compact_logits.vocab_parallel import VocabShard
+
+__all__ = ["compute_logprobs", "place_logits"]
+
+
+# A custom autograd function with a process group in it is nothing to trace: a compiled loss calls it as it is.
+@torch.compiler.disable
+def compute_logprobs(
+    logits: Tensor,  # (batch, positions, vocab), plain or DTensor
+    input_ids: Tensor,  # (batch, target positions) int, plain or DTensor
+    temperature: float = 1.0,
+    align: bool = True,
+    *,
+    compile: bool = False,
+    chunk_bytes: int | None = None,
+) -> Tensor:  # (batch, target positions) fp32
+    """Log-prob of each of `input_ids` under `softmax(logits / temperature)`, as torchforge's function of this name.
+
+    `align=True` takes the logits one position before each id, `logits[:, -target positions - 1 : -1]`; `align=False`
+    takes them as they are, and then there are as many. An id of -100 gives 0.0 with zero gradient, as it does there.
+    Equals `reference.log_probs`. Holds no second tensor of the size of `logits` in forward, and their gradient in
+    backward; everything after the logits is fp32 (fp64 for fp64 logits), the division by the temperature too.
+
+    A DTensor may be sharded on the vocabulary by one mesh axis, also unevenly or with empty shards, and on the batch by
+    others (with `align=False` on the positions too); its gradient is a DTensor with its placements. The result comes
+    as the ids do: plain ids are this rank's own rows, and give a plain tensor; DTensor ids give a DTensor that is
+    replicated over the vocabulary's mesh axis. `compile=True` fuses the passes over the logits, see
+    `CompiledLogProbScorer`.
+
+    Collectives over the vocabulary's mesh axis: forward one all-gather of three fp32 a row, backward none.
+    Raises `InputError` for any other placement, shapes that do not fit, ids outside the vocabulary and a temperature
+    that is not positive.
+    """
+    if logits.dim() != 3:
+        raise InputError(f"needed logits (batch, positions, vocab), got {tuple(logits.shape)}")
+    placement = place_logits(logits, align) if isinstance(logits, DTensor) else None
+    targets = Targets.of(input_ids, placement, logits.shape[-1], logits.device)
+    local = logits
+    shard = VocabShard(0, logits.shape[-1])
+    if placement is not None:
+        assert isinstance(logits, DTensor)
+        local, shard = logits.to_local(grad_placements=placement.placements), placement.shard
+    window = aligned_window(local.shape, targets.ids.shape, align, "logits")
+    validation.check_logits(local, shard)
+    validation.check_chunk_bytes(chunk_bytes)
+    scorer = log_prob_scorer(targets.ids, shard, temperature, compile=compile)
+    (log_probs,) = score_logits(local, scorer, window=window, chunk_bytes=chunk_bytes)
+    return targets.returned(log_probs.view(targets.ids.shape))
+
+
+def place_logits(
+    logits: DTensor,  # (batch, positions, vocab)
+    align: bool,
+) -> VocabPlacement:
+    """Where the logits' vocabulary lies. Raises `InputError` where `compute_logprobs` does not take them."""
+    placement = VocabPlacement.of(logits, dim=2, row_dims=(0, 1), name="logits")
+    if align and placement.is_sharded(1):
+        raise InputError(
+            f"the positions of logits are sharded ({list(placement.placements)}), so the one before an id may be on "
+            f"another rank; shift the ids yourself and pass align=False, or redistribute the logits"
+        )
+    return placement
