@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from compact_logits.errors import CompactLogitsError
 from compact_logits.rows import RowSelection, scatter, select
-from compact_logits.scorers import TokenStats, linear_log_probs, log_probs
+from compact_logits.scorers import TokenStats, TopKKL, linear_log_probs, linear_topk_kl, log_probs, topk_kl
 from compact_logits.vocab_parallel import VocabShard
 
 __all__ = [
     "CompactLogitsError",
     "RowSelection",
     "TokenStats",
+    "TopKKL",
     "VocabShard",
     "linear_log_probs",
+    "linear_topk_kl",
     "log_probs",
     "scatter",
     "select",
+    "topk_kl",
 ]

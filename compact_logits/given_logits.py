@@ -21,7 +21,8 @@ def score_logits(
     logits: Tensor,  # (rows, vocab_local) or (batch, rows, vocab_local), any strides
     scorer: Scorer,
     *,
-    window: slice = slice(None),
+    window: slice | Tensor = slice(None),  # a Tensor is (kept,) int64, distinct rows of 2-D logits
+    overwrite: bool = False,
     chunk_bytes: int | None = None,
 ) -> tuple[Tensor, ...]:  # the scorer's outputs, each (batch * rows of the window, ...)
     """Run `scorer` over the rows of `logits` in `window`, a block of rows at a time, without writing to them.
@@ -29,20 +30,24 @@ def score_logits(
     `window` cuts the `rows` axis; the scorer's rows are those inside, batch by batch. Rows outside get zero gradient.
 
     Memory: two blocks of fp32 scratch; saved for backward are the logits themselves and O(rows) scalars; backward adds
-    their gradient, in their dtype. Collectives: those of `scorer.merge`.
+    their gradient, in their dtype; with `overwrite` it puts the gradient where the logits are instead, which autograd
+    then knows to be changed. Collectives: those of `scorer.merge`.
     """
+    assert not overwrite or isinstance(window, Tensor) or window == slice(None)
     if torch.is_grad_enabled() and logits.requires_grad:
-        return _ScoreLogits.apply(logits, scorer, window, chunk_bytes)
+        return _ScoreLogits.apply(logits, scorer, window, overwrite, chunk_bytes)
     with torch.no_grad():
         return _forward(logits, scorer, window, chunk_bytes)[0]
 
 
 class _ScoreLogits(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, scorer: Scorer, window: slice, chunk_bytes: int | None) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, logits: Tensor, scorer: Scorer, window: slice | Tensor, overwrite: bool, chunk_bytes: int | None
+    ) -> tuple[Tensor, ...]:
         outputs, saved = _forward(logits, scorer, window, chunk_bytes)
         ctx.save_for_backward(logits, *saved)
-        ctx.scorer, ctx.window, ctx.chunk_bytes = scorer, window, chunk_bytes
+        ctx.scorer, ctx.window, ctx.overwrite, ctx.chunk_bytes = scorer, window, overwrite, chunk_bytes
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*[o for o, d in zip(outputs, scorer.differentiable, strict=True) if not d])
         return outputs
@@ -57,7 +62,10 @@ class _ScoreLogits(torch.autograd.Function):
         plan = plan_chunks(inside, logits.shape[-1], logits.dtype, logits.device, ctx.chunk_bytes)
         scratch = Scratch(plan, logits.shape[-1], logits)
         outside = _rows_inside(logits, slice(None)) - inside
-        d_logits = torch.zeros_like(logits) if outside else torch.empty_like(logits)
+        if ctx.overwrite:
+            d_logits = logits.detach()
+        else:
+            d_logits = torch.zeros_like(logits) if outside else torch.empty_like(logits)
         blocks = zip(_blocks(logits, ctx.window, plan.block), _blocks(d_logits, ctx.window, plan.block), strict=True)
         for (given, block), (d_given, _) in blocks:
             rows = block.stop - block.start
@@ -72,13 +80,18 @@ class _ScoreLogits(torch.autograd.Function):
             )
             if logits.dtype != work:
                 d_given.copy_(z)
-        return d_logits, None, None, None
+            if isinstance(ctx.window, Tensor):
+                d_logits.index_copy_(0, ctx.window[block], d_given)
+        if ctx.overwrite and outside:
+            dropped = torch.ones(logits.shape[0], dtype=torch.bool, device=logits.device)
+            d_logits.masked_fill_(dropped.index_fill_(0, ctx.window, False)[:, None], 0.0)
+        return d_logits, None, None, None, None
 
 
 def _forward(
     logits: Tensor,  # (rows, vocab_local) or (batch, rows, vocab_local)
     scorer: Scorer,
-    window: slice,
+    window: slice | Tensor,
     chunk_bytes: int | None,
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:  # outputs, saved
     inside = _rows_inside(logits, window)
@@ -92,19 +105,26 @@ def _forward(
     return scorer.merge(stats)
 
 
-def _rows_inside(logits: Tensor, window: slice) -> int:
+def _rows_inside(logits: Tensor, window: slice | Tensor) -> int:
+    if isinstance(window, Tensor):
+        return window.shape[0]
     batch = logits.shape[0] if logits.dim() == 3 else 1
     return batch * len(range(logits.shape[-2])[window])
 
 
 def _blocks(
     logits: Tensor,  # (rows, vocab_local) or (batch, rows, vocab_local)
-    window: slice,
+    window: slice | Tensor,
     height: int,
 ) -> Iterator[tuple[Tensor, slice]]:
-    """Views of at most `height` rows, and which of the scorer's rows each holds. Views, since a window of a batch has
-    no flat form: to reshape it would copy it."""
+    """Blocks of at most `height` rows, and which of the scorer's rows each holds. Views where the window is a slice,
+    since a window of a batch has no flat form: to reshape it would copy it; copies of single rows otherwise."""
     before = 0
+    if isinstance(window, Tensor):
+        for rows in window.split(height):
+            yield logits.index_select(0, rows), slice(before, before + rows.shape[0])
+            before += rows.shape[0]
+        return
     for sequence in logits if logits.dim() == 3 else (logits,):
         for rows in sequence[window].split(height):
             if rows.shape[0]:

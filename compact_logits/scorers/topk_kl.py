@@ -1,0 +1,180 @@
+"""Forward KL of a teacher's top-k ids a row, truncated to them or with all other ids as one category more."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from compact_logits import validation
+from compact_logits.chunks import work_dtype
+from compact_logits.errors import InputError
+from compact_logits.given_logits import score_logits
+from compact_logits.projection import as_autocast, score_hidden
+from compact_logits.rows import scatter
+from compact_logits.scorers.topk_scorer import TopKScorer
+from compact_logits.vocab_parallel import VocabShard
+
+__all__ = ["TopKKL", "check_form", "linear_topk_kl", "topk_kl"]
+
+
+class TopKKL(NamedTuple):
+    """Per-row results of the shape of the teacher's tensors less their last axis, fp32 but for the count.
+
+    `loss` has a graph, the others have none. The last four are `None` unless the form is the tail-aware one.
+    """
+
+    loss: Tensor
+    student_mass: Tensor  # sum of p_k over the teacher's ids, of the clamped log-probs where there is a clamp
+    teacher_mass: Tensor  # sum of q_k, likewise
+    overlap_count: Tensor  # int64, how many of the teacher's ids are among the student's k most likely
+    overlap_token_advantage: Tensor  # mean of q_k (log p_k - log q_k) over these, 0 where there are none
+    head_loss: Tensor | None = None  # sum of q_k (log q_k - log p_k) over the teacher's ids
+    tail_loss: Tensor | None = None  # the same of the one category that all other ids are
+    student_tail_mass: Tensor | None = None  # sum of p_j over all other ids, not cut off at the guard
+    teacher_tail_mass: Tensor | None = None  # 1 - teacher_mass, at least 0
+
+
+def topk_kl(
+    logits: Tensor,  # (..., vocab_local)
+    teacher_log_probs: Tensor,  # (..., k)
+    teacher_ids: Tensor,  # (..., k) int64, global ids
+    *,
+    shard: VocabShard | None = None,
+    tail: bool = False,
+    log_prob_min_clamp: float | None = None,
+    tail_mass_eps: float = 1e-6,
+    temperature: float | Tensor = 1.0,  # scalar or (...)
+    chunk_bytes: int | None = None,
+    loss_mask: Tensor | None = None,  # (...) bool
+    inplace_backward: bool = False,
+) -> TopKKL:  # (...) each
+    """`sum_k q_k (log q_k - log p_k)` over the teacher's ids, with `p = softmax(logits / temperature)`.
+
+    Equals `reference.topk_kl`; holds a block of `logits` in fp32 and, in backward, their gradient in their dtype.
+    The teacher's log-probs are taken as given, at whatever temperature they were made, and get no gradient; an id may
+    be listed twice, and then counts twice. The truncated KL may be negative.
+
+    `log_prob_min_clamp`: a lower bound for the log-probs of both sides; where the student's is below it, no gradient.
+    `tail`: the exact KL of k + 1 categories, all ids not listed being one: never negative, and never above the KL over
+    the whole vocabulary. `tail_mass_eps` bounds the student's tail from below inside the logarithm; a clamp is refused.
+    `loss_mask`: rows where it is not set are not computed; their outputs and gradients are exactly zero. To find the
+    others, one wait for the device.
+    `inplace_backward`: backward writes the gradient over `logits`, which must be contiguous and which nobody may need
+    any more: whoever saved them for a backward of his own gets autograd's error, and so does a second backward.
+
+    Collectives over `shard.group`: forward two all-gathers, of `k + 2` (`tail`: `k + 3`) and of 6 numbers a row,
+    however many chunks; backward none. Raises `InputError` on every rank alike, before them.
+    """
+    resolved = validation.check_logits(logits, shard)
+    scorer = _checked_scorer(
+        teacher_log_probs, teacher_ids, logits, resolved, tail, log_prob_min_clamp, tail_mass_eps, temperature
+    )
+    validation.check_chunk_bytes(chunk_bytes)
+    if inplace_backward and not logits.is_contiguous():
+        raise InputError("inplace_backward needs contiguous logits, or it would save nothing; pass logits.contiguous()")
+    flat, leading = rearrange(logits, "... vocab -> (...) vocab"), logits.shape[:-1]
+    if loss_mask is None:
+        outputs = score_logits(flat, scorer, overwrite=inplace_backward, chunk_bytes=chunk_bytes)
+        return TopKKL(*[output.view(leading) for output in outputs])
+    kept = _kept_rows(loss_mask, leading)
+    outputs = score_logits(flat, scorer.of(kept), window=kept, overwrite=inplace_backward, chunk_bytes=chunk_bytes)
+    return TopKKL(*[scatter(output, kept, flat.shape[0]).view(leading) for output in outputs])
+
+
+def linear_topk_kl(
+    hidden: Tensor,  # (..., hidden)
+    weight: Tensor,  # (vocab_local, hidden)
+    teacher_log_probs: Tensor,  # (..., k)
+    teacher_ids: Tensor,  # (..., k) int64, global ids
+    *,
+    bias: Tensor | None = None,  # (vocab_local,)
+    shard: VocabShard | None = None,
+    tail: bool = False,
+    log_prob_min_clamp: float | None = None,
+    tail_mass_eps: float = 1e-6,
+    temperature: float | Tensor = 1.0,  # scalar or (...)
+    chunk_bytes: int | None = None,
+) -> TopKKL:  # (...) each
+    """`topk_kl(hidden @ weight.T + bias, ...)`, without the logits ever standing in memory.
+
+    Holds chunks of at most `chunk_bytes` (default 256 MiB) and O(rows * k) numbers. The product is in the dtype of
+    `hidden`, everything after it in fp32. With a shard, `hidden` and the teacher's tensors are the same on all ranks of
+    its group, and the gradient of `hidden` is summed over it here. Gradients have the dtypes of their inputs; the
+    weight's is accumulated in fp32. The other arguments and the errors are as in `topk_kl`.
+
+    Collectives over `shard.group`: forward as `topk_kl`; backward one all-reduce of the gradient of `hidden`, if it
+    needs one. Also with zero rows.
+    """
+    rows = rearrange(hidden, "... hidden -> (...) hidden") if hidden.dim() else hidden
+    rows, weight, bias = as_autocast(rows, weight, bias)
+    resolved = validation.check_head(rows, weight, bias, shard)
+    scorer = _checked_scorer(
+        teacher_log_probs, teacher_ids, hidden, resolved, tail, log_prob_min_clamp, tail_mass_eps, temperature
+    )
+    validation.check_chunk_bytes(chunk_bytes)
+    outputs = score_hidden(rows, weight, bias, scorer, group=resolved.group, chunk_bytes=chunk_bytes)
+    return TopKKL(*[output.view(hidden.shape[:-1]) for output in outputs])
+
+
+def _checked_scorer(
+    teacher_log_probs: Tensor,  # (..., k)
+    teacher_ids: Tensor,  # (..., k)
+    student: Tensor,  # (..., any), logits or hidden states
+    shard: VocabShard,
+    tail: bool,
+    log_prob_min_clamp: float | None,
+    tail_mass_eps: float,
+    temperature: float | Tensor,
+) -> TopKScorer:
+    leading = student.shape[:-1]
+    _check_teacher(teacher_log_probs, teacher_ids, leading)
+    validation.check_row_ids(teacher_ids, teacher_log_probs.shape, shard, name="teacher_ids")
+    validation.check_temperature(temperature, leading)
+    check_form(tail, log_prob_min_clamp, tail_mass_eps)
+    log_probs = teacher_log_probs.to(work_dtype(student.dtype))
+    if log_prob_min_clamp is not None:
+        log_probs = log_probs.clamp(min=log_prob_min_clamp)
+    return TopKScorer(
+        teacher_log_probs=rearrange(log_probs, "... k -> (...) k"),
+        teacher_ids=rearrange(teacher_ids, "... k -> (...) k"),
+        shard=shard,
+        temperature=temperature.flatten() if isinstance(temperature, Tensor) else float(temperature),
+        log_prob_min_clamp=log_prob_min_clamp,
+        tail_mass_eps=tail_mass_eps if tail else None,
+    )
+
+
+def _kept_rows(loss_mask: Tensor, leading: torch.Size) -> Tensor:  # (kept,) int64
+    if loss_mask.dtype != torch.bool or loss_mask.shape != leading:
+        raise InputError(f"needed a bool loss_mask {tuple(leading)}, got {tuple(loss_mask.shape)} of {loss_mask.dtype}")
+    return loss_mask.flatten().nonzero().squeeze(1)
+
+
+def _check_teacher(log_probs: Tensor, ids: Tensor, leading: torch.Size) -> None:
+    if log_probs.dim() < 1 or log_probs.shape[:-1] != leading or not log_probs.is_floating_point():
+        raise InputError(
+            f"needed floating teacher_log_probs {(*leading, 'k')}, got {tuple(log_probs.shape)} of {log_probs.dtype}; "
+            f"the teacher's rows are those of the student"
+        )
+    if log_probs.shape[-1] == 0:
+        raise InputError("needed at least one teacher id a row, got k = 0")
+    if log_probs.requires_grad:
+        raise InputError("the teacher gets no gradient here; pass teacher_log_probs.detach()")
+
+
+def check_form(tail: bool, log_prob_min_clamp: float | None, tail_mass_eps: float) -> None:
+    """Raise `InputError` unless the settings name one of the two forms of the top-k KL."""
+    if not isinstance(tail_mass_eps, int | float) or not 0.0 < tail_mass_eps < 1.0:
+        raise InputError(f"tail_mass_eps must lie strictly between 0 and 1, got {tail_mass_eps!r}")
+    if log_prob_min_clamp is None:
+        return
+    if tail:
+        raise InputError(
+            f"the tail-aware KL takes no log_prob_min_clamp, got {log_prob_min_clamp!r}: clamped log-probs and their "
+            f"tail are not one distribution; pass None, tail_mass_eps bounds the loss"
+        )
+    if not log_prob_min_clamp <= 0.0:
+        raise InputError(f"log_prob_min_clamp bounds log-probs, which are at most 0, got {log_prob_min_clamp!r}")
