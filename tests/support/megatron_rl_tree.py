@@ -6,13 +6,15 @@ what `megatron.rl` runs on; otherwise the checkout's own.
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import importlib.util
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import cache
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.metadata import version
@@ -28,8 +30,9 @@ from torch import Tensor
 
 from compact_logits.cli.cpu_attention import ZigzagAttention
 from compact_logits.cli.cpu_model import build_gpt, cpu_megatron
+from tests.support.ranks import RankPool
 
-__all__ = ["ROOT", "build_policy", "needs_tree", "rl_utils_on_cpu", "settings"]
+__all__ = ["ROOT", "build_policy", "needs_tree", "on_tree_ranks", "rl_utils_on_cpu", "settings"]
 
 ROOT = "MEGATRON_MAIN_ROOT"
 
@@ -48,6 +51,18 @@ needs_tree = pytest.mark.skipif(
     not os.environ.get(ROOT) or sys.version_info < (3, 12),
     reason=f"{ROOT} does not name a Megatron-LM checkout, or this Python is older than 3.12, which it needs",
 )
+
+
+def on_tree_ranks(fn: Callable[..., Any], *args: Any) -> list[Any]:
+    """Run `fn(rank, 4, *args)` on four ranks that stay, with the checkout imported: that alone takes them seconds."""
+    return _pool().run(4, fn, *args, timeout=600.0)
+
+
+@cache
+def _pool() -> RankPool:
+    pool = RankPool()
+    atexit.register(pool.close)
+    return pool
 
 
 class _Blank(ModuleType):
@@ -91,23 +106,28 @@ def rl_utils_on_cpu(
     _put_tree_on_path()
     rl_utils = importlib.import_module("megatron.rl.rl_utils")
     given = settings() if args is None else args
+    packing = importlib.import_module("megatron.rl.sequence_packing_utils")
     replaced = {
         "get_args": lambda: given,
         "get_nvtx_range": lambda: lambda *_, **__: nullcontext(),
         # Transformer Engine's way of cutting sequences, which get_logprobs asks for.
         "tex": SimpleNamespace(thd_get_partitioned_indices=_partitioned_indices),
         "HAVE_TEX": True,
+        "get_tokenizer": lambda: SimpleNamespace(pad=0),
     }
-    before = {name: getattr(rl_utils, name, None) for name in replaced}
+    before = [(module, dict(vars(module))) for module in (rl_utils, packing)]
     gather = collectives.all_gather
-    vars(rl_utils).update(replaced)
+    for module, _ in before:
+        vars(module).update(replaced)
     collectives.all_gather = lambda tensor, group: _GatherScalars.apply(tensor, group)
     try:
         with cpu_megatron(rank, world, tp=tp, cp=cp, pp=pp):
             yield rl_utils
     finally:
         collectives.all_gather = gather
-        vars(rl_utils).update(before)
+        for module, names in before:
+            vars(module).clear()
+            vars(module).update(names)
 
 
 def build_policy(**sizes: Any) -> torch.nn.Module:

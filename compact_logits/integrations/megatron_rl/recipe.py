@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from argparse import Namespace
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,6 @@ from typing import Any
 import torch
 from megatron.core.inference import utils as inference
 from megatron.core.models.gpt import GPTModel
-from megatron.core.transformer.custom_layers.batch_invariant_kernels import is_batch_invariant_mode_enabled
 
 from compact_logits.megatron.processor import PROCESSOR_PARAMETERS
 from compact_logits.megatron.refusals import refuse_call, refuse_head
@@ -55,7 +55,7 @@ def _of_run(args: Namespace) -> list[Refusal]:
             "capture layers (local or transformer_engine)",
         ),
         (
-            said.get("batch_invariant_mode") or is_batch_invariant_mode_enabled(),
+            said.get("batch_invariant_mode") or _batch_invariant(),
             "--batch-invariant-mode fixes the order of the gathered log-softmax's operations",
             "remove the flag",
         ),
@@ -100,7 +100,8 @@ def _of_model(model: Any) -> list[Refusal]:
         if missing:
             lacks = f"{function.__qualname__} has no {missing[0]}: this version has no output-processor contract"
             return [Refusal(lacks, "use megatron-core 0.18 or newer")]
-    if inference.InferenceMode.is_active():
+    mode = getattr(inference, "InferenceMode", None)  # 0.18 and newer
+    if mode is not None and mode.is_active():
         return [Refusal("an inference engine is using the model", "take log-probs after it has finished")]
     if not inner.post_process:
         return []
@@ -108,6 +109,12 @@ def _of_model(model: Any) -> list[Refusal]:
     with torch.enable_grad():  # so that a pass without gradients meets what the training pass will meet
         reason = refuse_call(inner, {}, native=True) or refuse_head(inner.output_layer, tied)
     return [] if reason is None else [Refusal(reason, "change that, or leave the gathered path to it")]
+
+
+def _batch_invariant() -> bool:
+    """Whether the mode is on. Its module needs Triton, so it is asked only if something else has imported it."""
+    kernels = sys.modules.get("megatron.core.transformer.custom_layers.batch_invariant_kernels")
+    return kernels is not None and bool(kernels.is_batch_invariant_mode_enabled())
 
 
 def _innermost(model: Any) -> str:
