@@ -27,7 +27,8 @@ def as_autocast(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The three in the dtype that a linear layer would compute in here: autocast's where it is on."""
     device_type = hidden.device.type
-    if not torch.is_autocast_enabled(device_type):
+    # Where a device has no autocast at all, as meta has none, to ask whether it is on is an error.
+    if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
         return hidden, weight, bias
     dtype = torch.get_autocast_dtype(device_type)
     return hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)

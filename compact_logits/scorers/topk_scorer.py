@@ -212,7 +212,7 @@ def _tail(
     teacher_mass: Tensor,  # (rows,)
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # the tail's part of the loss, of_others, of_listed; (rows,) each
-    """The KL of the one category, and by what the gradient multiplies `p_j` at an id not listed, and at a listed one."""
+    """The KL of the one category, and by what the gradient multiplies `p_j` of an id not listed, of a listed one."""
     log_ratio = teacher_tail.log() - student_tail.clamp(min=eps).log()
     guarded = student_tail <= eps
     of_listed = torch.where(guarded, teacher_mass, teacher_mass + teacher_tail)
