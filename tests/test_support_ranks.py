@@ -69,15 +69,16 @@ def test_a_rank_that_raises_fails_the_call_with_its_traceback(bad: int) -> None:
     start = time.monotonic()
     with pytest.raises(RankError, match=f"rank {bad} of 2 raised:\n(.|\n)*ValueError: rank {bad} has had enough"):
         run_ranks(2, raise_on, bad)
-    assert time.monotonic() - start < 20, "the rank in the barrier was waited for"
+    assert time.monotonic() - start < 60, "the rank in the barrier was waited for"
 
 
-def test_a_rank_that_hangs_fails_the_call_in_bounded_time() -> None:
+def test_a_rank_that_hangs_fails_the_call_in_bounded_time(rank_pool: RankPool) -> None:
+    rank_pool.run(2, process_facts)  # so that the limit is not spent on starting
     start = time.monotonic()
     with pytest.raises(RankError, match=r"rank 1 of 2 had not answered \(limit 5 s\)(.|\n)*in hang_on") as failure:
-        run_ranks(2, hang_on, 1, timeout=5)
+        rank_pool.run(2, hang_on, 1, timeout=5)
     assert "rank 0 of 2" not in str(failure.value)
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < 40
 
 
 def test_a_rank_that_dies_fails_the_call() -> None:
