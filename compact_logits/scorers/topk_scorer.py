@@ -157,14 +157,15 @@ class TopKScorer:
             return
         maximum, total, of_others, of_listed = saved if self.tail else (*saved, saved[2])
         self._temper_(z, rows)
-        ids, owned = self.shard.local_ids(self.teacher_ids[rows])
+        teacher_ids = self.teacher_ids[rows]
+        ids, owned = self.shard.local_ids(teacher_ids)
         log_p = _log_probs(z.gather(1, ids), maximum, total)
         _, active = self._clamped(log_p)
         d_row = d_loss * self._inverse_temperature(rows, d_loss)
         z.sub_(maximum[:, None]).exp_()
         # The listed ids apart from the others: their two terms nearly cancel, or are nothing beside the others' factor.
         clear_at_(z, ids, owned)
-        at_ids = (log_p.exp() * of_listed[:, None]).masked_fill_(~first_of_each_id(ids), 0.0)
+        at_ids = (log_p.exp() * of_listed[:, None]).masked_fill_(~first_of_each_id(teacher_ids), 0.0)
         at_ids -= self._teacher(rows)[0].masked_fill_(~active, 0.0)
         z.mul_((d_row * of_others / total)[:, None])
         add_at_(z, ids, owned, (at_ids * d_row[:, None]).to(z.dtype))

@@ -57,7 +57,7 @@ def chosen_of_all(
 
 
 def first_of_each_id(
-    ids: Tensor,  # (rows, k)
+    ids: Tensor,  # (rows, k), global: ids of other slices share a local one
 ) -> Tensor:  # (rows, k) bool
     """Set at the first of several entries with the same id, so that what belongs to an id is counted once."""
     ordered, order = ids.sort(dim=1, stable=True)

@@ -1,0 +1,113 @@
+"""What the top-k KL holds: simulated on meta tensors, which have every size and take no memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from compact_logits import linear_topk_kl, topk_kl
+from tests.support.allocation import AllocationTracker
+
+GIB = 2**30
+VOCAB, K, HIDDEN, ROWS = 248_320, 128, 4096, 16_384
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.bfloat16, grad: bool = False) -> torch.Tensor:
+    return torch.empty(*shape, dtype=dtype, device="meta", requires_grad=grad)
+
+
+def teacher(rows: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return meta(rows, k, dtype=torch.float32), meta(rows, k, dtype=torch.int64)
+
+
+def from_logits(rows: int, vocab: int, **settings: object) -> int:
+    """Peak bytes of forward and backward, the logits included."""
+    with AllocationTracker() as tracker:
+        logits = meta(rows, vocab, grad=True)
+        topk_kl(logits, *teacher(rows, K), **settings).loss.sum().backward()
+    return tracker.peak_bytes
+
+
+def from_hidden(rows: int, vocab: int, **settings: object) -> int:
+    """Peak bytes beyond hidden states and weight."""
+    hidden, weight = meta(rows, HIDDEN, grad=True), meta(vocab, HIDDEN, grad=True)
+    with AllocationTracker() as tracker:
+        linear_topk_kl(hidden, weight, *teacher(rows, K), **settings).loss.sum().backward()
+    return tracker.peak_bytes
+
+
+def at_full_size(measure: Callable[..., int], **settings: object) -> float:
+    """GiB at 16,384 rows, carried on from three smaller sizes, which must lie on one line."""
+    few, some, more = (measure(rows, VOCAB, **settings) for rows in (512, 768, 1024))
+    assert some - few == pytest.approx(more - some, rel=0.02)
+    return (few + (more - few) * (ROWS - 512) / 512) / GIB
+
+
+@pytest.mark.parametrize("tail", [False, True])
+def test_from_logits_one_gradient_and_a_little(tail: bool) -> None:
+    assert at_full_size(from_logits, tail=tail) <= 16.5
+    assert at_full_size(from_logits, tail=tail, inplace_backward=True) <= 8.5
+
+
+def test_the_bounds_are_not_those_of_plain_code() -> None:
+    def plain(rows: int, vocab: int) -> int:
+        with AllocationTracker() as tracker:
+            logits = meta(rows, vocab, grad=True)
+            log_probs, ids = teacher(rows, K)
+            log_p = torch.log_softmax(logits.float(), -1).gather(-1, ids)
+            (log_probs.exp() * (log_probs - log_p)).sum(-1).sum().backward()
+        return tracker.peak_bytes
+
+    assert at_full_size(plain) > 30
+
+
+def test_from_hidden_states_next_to_nothing_beside_the_weight_gradient() -> None:
+    # Summed in fp32 over the chunks, returned in bf16: both are there for a moment.
+    weight_gradient = VOCAB * HIDDEN * (4 + 2)
+    few, many = (from_hidden(rows, VOCAB) - weight_gradient for rows in (1024, 2048))
+    assert few + (many - few) / 1024 * (ROWS - 1024) <= 1 * GIB
+    assert many <= 0.5 * GIB
+
+
+def test_no_chunks_no_bound() -> None:
+    # One chunk needs no sum in fp32.
+    assert from_hidden(2048, VOCAB, chunk_bytes=2**40) - VOCAB * HIDDEN * 2 > 1.5 * GIB
+
+
+def test_what_is_held_besides_does_not_grow_with_the_vocabulary() -> None:
+    besides = [from_logits(256, vocab) - 2 * 256 * vocab * 2 for vocab in (VOCAB // 4, VOCAB)]
+    assert besides[1] == pytest.approx(besides[0], rel=0.15)
+
+
+@pytest.mark.parametrize("tail", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_no_wide_tensor_of_more_than_a_block_of_rows(dtype: torch.dtype, tail: bool) -> None:
+    logits = torch.randn(300, 4001).to(dtype).requires_grad_()
+    top = torch.log_softmax(torch.randn(300, 4001), -1).topk(8)
+    with AllocationTracker() as tracker:
+        out = topk_kl(logits, *top, tail=tail, chunk_bytes=16 * 5 * 4001 * 4)
+    assert tracker.largest_rows(4001) == 5
+    assert not [a for a in tracker.records if a.shape[-1:] == (4001,) and a.dtype == torch.int64]
+    with AllocationTracker() as tracker:
+        out.loss.sum().backward()
+    wide = {a.storage: a.nbytes for a in tracker.records if a.shape[-1:] == (4001,)}
+    assert sorted(wide.values())[-1] == logits.numel() * logits.element_size(), "the gradient itself"
+    assert all(size <= 5 * 4001 * 4 for size in sorted(wide.values())[:-1])
+
+
+def test_saved_for_backward_are_the_logits_and_a_few_numbers_a_row() -> None:
+    logits = torch.randn(300, 4001, requires_grad=True)
+    top = torch.log_softmax(torch.randn(300, 4001), -1).topk(8)
+    saved: list[torch.Tensor] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        topk_kl(logits, *top, tail=True)
+    others = [tensor for tensor in saved if tensor.data_ptr() != logits.data_ptr()]
+    assert len(others) < len(saved)
+    assert sum(tensor.numel() for tensor in others) <= 5 * 300
