@@ -95,7 +95,9 @@ def micro_batch(rank: int, cut: Cut, mask: str) -> Micro:
         tokens=torch.where(source < 0, 0, joined[source])[None],
         loss_mask=keep.int()[None],
         labels=torch.where(layout.label_source < 0, 0, joined[layout.label_source]),
-        packed_seq_params=packed_seq_params([bound for i, bound in enumerate(bounds) if i == 0 or bound > bounds[i - 1]]),
+        packed_seq_params=packed_seq_params(
+            [bound for i, bound in enumerate(bounds) if i == 0 or bound > bounds[i - 1]]
+        ),
         weights=per_token[source.clamp_min(0)],
         global_rows=source[selection.indices],
     )
@@ -116,7 +118,9 @@ def full_pass(cut: Cut, micro: Micro, *, temperature: float = 1.0, **model: Any)
     from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 
     gpt = _gpt(cut, model)
-    logits = gpt(micro.tokens, None, None, labels=None, packed_seq_params=micro.packed_seq_params, loss_mask=micro.loss_mask)
+    logits = gpt(
+        micro.tokens, None, None, labels=None, packed_seq_params=micro.packed_seq_params, loss_mask=micro.loss_mask
+    )
     whole = gather_from_tensor_model_parallel_region(logits)[0]
     log_probs, entropy = reference.log_probs(whole, micro.labels, temperature=temperature)
     return _backward(gpt, micro, log_probs, entropy, logits)
