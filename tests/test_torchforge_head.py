@@ -1,4 +1,4 @@
-"""The head entered through its module: what FSDP2 and tensor parallelism hooked onto it runs, or the call is refused."""
+"""The head entered through its module: what FSDP2 and tensor parallelism hooked onto it runs, or it is refused."""
 
 from __future__ import annotations
 

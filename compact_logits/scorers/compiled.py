@@ -19,9 +19,10 @@ __all__ = ["CompiledLogProbScorer"]
 class CompiledLogProbScorer(LogProbScorer):
     """`LogProbScorer` without entropy; the same formulas, each block read twice in forward and once in backward.
 
-    Compiles twice in a process, once for forward and once for backward, whatever the numbers of rows and of columns:
-    both are symbolic, and a block of a single row, for which torch would compile again, takes the uncompiled way.
-    Needs a working `torch.compile`; where it has none, its error reaches the caller.
+    Compiles twice, once for forward and once for backward, whatever the numbers of rows and of columns: both are
+    symbolic, and a block of a single row, for which torch would compile again, takes the uncompiled way (on a CPU,
+    whose blocks are small, all of them do where a rank has more than 131,072 columns). Without a compiler that works,
+    torch's error reaches the caller.
     """
 
     def __post_init__(self) -> None:
@@ -35,7 +36,7 @@ class CompiledLogProbScorer(LogProbScorer):
             return super().local_stats(z, spare, rows)
         ids, owned = self.shard.local_ids(self.targets[rows])
         stats, _ = _compiled()
-        return stats(z, ids, owned, self._temperatures(rows, z))
+        return stats(_no_view(z), ids, owned, self._temperatures(rows, z))
 
     def d_logits_(
         self, z: Tensor, spare: Tensor | None, rows: slice, saved: tuple[Tensor, ...], grads: tuple[Tensor | None, ...]
@@ -49,7 +50,7 @@ class CompiledLogProbScorer(LogProbScorer):
         factor = -grads[0] * (-log_sum).exp() * scale
         at_target = (grads[0] * scale).masked_fill(~owned, 0.0)
         _, d_logits_ = _compiled()
-        d_logits_(z, ids, self._temperatures(rows, z), maximum, factor, at_target)
+        d_logits_(_no_view(z), ids, self._temperatures(rows, z), maximum.clone(), factor, at_target)
 
     def _temperatures(
         self,
@@ -58,8 +59,13 @@ class CompiledLogProbScorer(LogProbScorer):
     ) -> Tensor:  # (block,)
         """Always one a row: a number would be compiled in."""
         if isinstance(self.temperature, Tensor):
-            return self.temperature[rows].to(z.dtype)
+            return self.temperature[rows].to(z.dtype, copy=True)
         return z.new_full((z.shape[0],), self.temperature)
+
+
+def _no_view(tensor: Tensor) -> Tensor:
+    """The same memory without its history: of a view, torch would compile the whole's size in."""
+    return tensor.data
 
 
 def _stats(
