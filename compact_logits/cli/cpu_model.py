@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -43,6 +44,8 @@ def cpu_megatron(
         if (dist.get_rank(), dist.get_world_size()) != (rank, world):
             here = f"rank {dist.get_rank()} of {dist.get_world_size()}"
             raise ConfigError(f"the default process group has {here}, rank {rank} of {world} was asked for")
+        # Megatron forgets its dozens of groups but leaves them running, each with threads that keep a core busy.
+        stack.callback(_end_groups_but, set(_groups()))
         stack.callback(parallel_state.destroy_model_parallel)
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=tp,
@@ -55,6 +58,18 @@ def cpu_megatron(
         stack.callback(vars(random).update, tracker)
         random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
         yield
+
+
+def _groups() -> list[dist.ProcessGroup]:
+    """Every process group that this rank has a part in."""
+    return list(dist.distributed_c10d._world.pg_map)
+
+
+def _end_groups_but(kept: set[dist.ProcessGroup]) -> None:
+    for group in _groups():
+        if group not in kept:
+            dist.destroy_process_group(group)
+    gc.collect()  # models refer to their groups, and to themselves
 
 
 def build_gpt(
