@@ -117,11 +117,12 @@ def build_chunks(recipe: Recipe, layout: Layout, seed: int = 0) -> list[Chunk]:
     pipeline: dict[str, Any] = {}
     if layout.pp > 1:
         pipeline = {
-            "layers": 2 * layout.pp * (layout.vpp or 1) // 2,
+            "layers": layout.pp * (layout.vpp or 1),
             "virtual_pipeline_model_parallel_size": layout.vpp,
             "variable_seq_lengths": True,
             "moe_token_dispatcher_type": "alltoall",  # variable lengths ask for it, also where there are no experts
             "batch_p2p_comm": False,
+            "overlap_p2p_comm": layout.vpp is not None,  # else two stages would mix up what they send each other
             "deallocate_pipeline_outputs": True,
         }
     return [

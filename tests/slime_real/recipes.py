@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 
-__all__ = ["LAYOUTS", "RECIPES", "REFUSED", "Layout", "Recipe"]
+__all__ = ["LAYOUTS", "PIPELINES", "RECIPES", "REFUSED", "Layout", "Recipe"]
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,8 @@ LAYOUTS = [
     for tp, cp, allgather_cp in ((1, 1, False), (2, 1, False), (2, 2, False), (2, 2, True))
     for dtype in (torch.float32, torch.bfloat16)
 ]
+
+PIPELINES = [Layout(pp=2), Layout(pp=2, vpp=2), Layout(2, pp=2, vpp=2, dtype=torch.bfloat16)]
 
 _KL = "--use-kl-loss --kl-loss-coef 0.1 --kl-loss-type"
 _OLD = "--keep-old-actor"

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from tests.slime_real.compare import EQUAL, Tolerance, verdict
-from tests.slime_real.recipes import LAYOUTS, RECIPES, REFUSED, Layout
+from tests.slime_real.recipes import LAYOUTS, PIPELINES, RECIPES, REFUSED, Layout
 from tests.slime_real.runs import with_a_row_lost
 from tests.slime_real.tree import needs_trees
 from tests.slime_real.verdicts import verdicts
@@ -13,15 +14,46 @@ from tests.support.ranks import RankPool
 
 pytestmark = needs_trees
 
-# So many at a time, since entering a layout costs more than a recipe.
-_SHARE = 8
+# So few at a time, since each test has a few minutes, whatever else the machine does.
+_SHARE = 5
+
+# What the head itself does differently; the rest of a recipe computes in fp32 whatever the model's dtype.
+_OF_THE_HEAD = (
+    "grpo, entropy and kl",
+    "grpo, tied head",
+    "top-p 0.9",
+    "one sample all masked",
+    "two tokens a sample",
+)
 
 
 @pytest.mark.parametrize("start", range(0, len(RECIPES), _SHARE))
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout.dtype == torch.float32], ids=str)
 def test_every_number_is_the_full_path_s(slime_ranks: RankPool, layout: Layout, start: int) -> None:
     found = verdicts(slime_ranks, layout, RECIPES[start : start + _SHARE])
     assert found and set(found.values()) == {EQUAL}, found
+
+
+@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout.dtype == torch.bfloat16], ids=str)
+def test_so_is_every_number_of_a_model_in_bf16(slime_ranks: RankPool, layout: Layout) -> None:
+    found = verdicts(slime_ranks, layout, [recipe for recipe in RECIPES if recipe.name in _OF_THE_HEAD])
+    assert len(found) == len(_OF_THE_HEAD) and set(found.values()) == {EQUAL}, found
+
+
+@pytest.mark.parametrize("layout", [LAYOUTS[0], LAYOUTS[7]], ids=str)
+def test_one_chunk_for_all_rows_does_as_well(
+    slime_ranks: RankPool, monkeypatch: pytest.MonkeyPatch, layout: Layout
+) -> None:
+    monkeypatch.setenv("COMPACT_LOGITS_CHUNK_BYTES", "64MiB")
+    found = verdicts(slime_ranks, layout, RECIPES[:2])
+    assert len(found) == 2 and set(found.values()) == {EQUAL}, found
+
+
+@pytest.mark.parametrize("layout", PIPELINES, ids=str)
+def test_pipeline_stages_compact_where_the_head_is(slime_ranks: RankPool, layout: Layout) -> None:
+    recipes = [recipe for recipe in RECIPES if recipe.masks != "turns" or recipe.model or "loss reused" in recipe.name]
+    found = verdicts(slime_ranks, layout, recipes)
+    assert len(found) == 5 and set(found.values()) == {EQUAL}, found
 
 
 @pytest.mark.parametrize("layout", [LAYOUTS[0], LAYOUTS[4]], ids=str)
