@@ -31,7 +31,11 @@ def as_autocast(
     if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
         return hidden, weight, bias
     dtype = torch.get_autocast_dtype(device_type)
-    return hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor if tensor.dtype == torch.float64 else tensor.to(dtype)  # autocast passes fp64 by
+
+    return cast(hidden), cast(weight), None if bias is None else cast(bias)
 
 
 def score_hidden(
@@ -119,6 +123,8 @@ class _ScoreHidden(torch.autograd.Function):
                     tuple(tensor[block] for tensor in saved),
                     tuple(g if g is None else g[block] for g in grads),
                 )
+                if d_bias is not None:
+                    d_bias += z.sum(dim=0)
                 if d_logits.dtype != work:
                     d_logits[local].copy_(z)
             if d_rows is not None:
@@ -127,8 +133,6 @@ class _ScoreHidden(torch.autograd.Function):
                     wait = ctx.exchange.start_reduce(d_rows)
             if needs_weight:
                 ctx.weight_grad.add(d_logits, rows[chunk])
-            if d_bias is not None:
-                d_bias += d_logits.sum(dim=0, dtype=work)
         if d_rows is not None and wait is None:
             wait = ctx.exchange.start_reduce(d_rows)
         return (

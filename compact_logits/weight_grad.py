@@ -60,7 +60,8 @@ class ReturnedWeightGrad:
 
     def add(self, d_logits: Tensor, hidden: Tensor) -> None:
         if self._single:
-            self._total = torch.mm(d_logits.t(), hidden)
+            # With `out`, autocast around backward cannot give it a dtype of its own.
+            self._total = torch.mm(d_logits.t(), hidden, out=self._weight.new_empty(self._weight.shape))
             return
         if self._total is None:
             self._total = torch.zeros_like(self._weight, dtype=work_dtype(self._weight.dtype))

@@ -17,8 +17,9 @@ from compact_logits.vocab_parallel import VocabShard, gather_stats, merge_softma
 
 __all__ = ["Entropy", "LogProbScorer", "TokenStats", "check_entropy", "linear_log_probs", "log_probs"]
 
-# A logit of -inf (a masked column) has p = 0 and adds nothing to the entropy, but 0 * -inf would be NaN.
-_FLOOR = -1e30
+# A logit of -inf (a masked column) has p = 0 and adds nothing to the entropy, but 0 * -inf would be NaN. From here down
+# p is 0 in fp64 too, and the product with any gradient is still finite.
+_FLOOR = -1e3
 
 Entropy = Literal["none", "metric", "loss"]
 
@@ -36,7 +37,7 @@ class LogProbScorer:
 
     The shifted form loses nothing for large logits, where `M + log S` would round at the scale of `M`.
     Gradients: `d log p_t / dz_j = [j = t] - p_j` and `dH / dz_j = - p_j (log p_j + H)`, divided by the temperature.
-    An id that no shard owns has a NaN log-prob: it is not a number that could be mistaken for one.
+    An id that no shard owns has a NaN log-prob, and its row NaN gradients: no number that could be mistaken for one.
     """
 
     targets: Tensor  # (rows,) int64, global
@@ -88,10 +89,17 @@ class LogProbScorer:
         maximum, sum_exp, moment = merge_softmax(ranks[:, :, 0], ranks[:, :, 1], moments)
         log_sum = sum_exp.log()
         log_prob = (selected - maximum) - log_sum
+        # A NaN log-prob must not come back with a gradient that looks like a number.
+        saved = (maximum, log_sum.masked_fill(selected.isnan(), torch.nan))
         if moment is None:
-            return (log_prob,), (maximum, log_sum)
+            return (log_prob,), (*saved, *self._inputs)
         entropy = log_sum - moment / sum_exp
-        return (log_prob, entropy), (maximum, log_sum, entropy - log_sum)
+        return (log_prob, entropy), (*saved, entropy - log_sum, *self._inputs)
+
+    @property
+    def _inputs(self) -> tuple[Tensor, ...]:
+        """What backward reads of the caller's tensors: saved, so that autograd notices where they have changed."""
+        return (self.targets, self.temperature) if isinstance(self.temperature, Tensor) else (self.targets,)
 
     def selected(
         self,
