@@ -22,6 +22,11 @@ def process_facts(rank: int, world: int) -> tuple[int, int, str | None]:
     return os.getpid(), torch.get_num_threads(), os.environ.get("RANKS_TEST")
 
 
+def leave_groups(rank: int, world: int, count: int) -> None:
+    for _ in range(count):
+        dist.new_group(list(range(world)))
+
+
 def raise_on(rank: int, world: int, bad: int) -> None:
     if rank == bad:
         raise ValueError(f"rank {rank} has had enough")
@@ -62,6 +67,14 @@ def test_pool_keeps_its_processes_and_fresh_ranks_do_not(rank_pool: RankPool) ->
     pids = [[facts[0] for facts in rank_pool.run(2, process_facts)] for _ in range(2)]
     assert pids[0] == pids[1]
     assert not {facts[0] for facts in run_ranks(2, process_facts)} & set(pids[0])
+
+
+def test_pool_drops_processes_that_gathered_many_groups(rank_pool: RankPool) -> None:
+    before = [facts[0] for facts in rank_pool.run(2, process_facts)]
+    rank_pool.run(2, leave_groups, 3)
+    assert before == [facts[0] for facts in rank_pool.run(2, process_facts)]
+    rank_pool.run(2, leave_groups, 20)
+    assert not set(before) & {facts[0] for facts in rank_pool.run(2, process_facts)}
 
 
 @pytest.mark.parametrize("bad", [0, 1])

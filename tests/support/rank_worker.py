@@ -23,7 +23,10 @@ _GROUP_TIMEOUT = timedelta(hours=1)
 
 
 def serve(pipe: Connection, rank: int, world: int, port: int, stacks_path: str) -> None:
-    """Run `(fn, args, environ)` calls from `pipe` as `fn(rank, world, *args)`, each answered by `(ok, pickled)`."""
+    """Run `(fn, args, environ)` calls from `pipe` as `fn(rank, world, *args)`, answered by `(ok, pickled, groups)`.
+
+    `groups` is how many process groups the rank is in, once the call is over.
+    """
     # The ranks talk over the loopback device: a machine's own name need not resolve.
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -38,7 +41,8 @@ def serve(pipe: Connection, rank: int, world: int, port: int, stacks_path: str) 
             call = pipe.recv_bytes()
         except EOFError:
             return
-        pipe.send_bytes(pickle.dumps(_answer(call, rank, world)))
+        ok, answer = _answer(call, rank, world)
+        pipe.send_bytes(pickle.dumps((ok, answer, len(dist.distributed_c10d._world.pg_map))))
 
 
 def _answer(call: bytes, rank: int, world: int) -> tuple[bool, bytes]:

@@ -27,6 +27,10 @@ __all__ = ["RankError", "RankPool", "Ranks", "run_ranks"]
 # How long the other ranks get to answer once one has failed: they often wait for it in a collective.
 _GRACE_SECONDS = 3.0
 
+# Each gloo group has a thread that wakes a hundred times a second: functions that leave theirs behind, as Megatron
+# does with dozens at a time, would in the end leave the machine no time for anything else.
+_MOST_GROUPS = 16
+
 _processes = get_context("forkserver")
 # By name only where the server can import it, which is not so on every Python: torch alone is what takes long.
 _processes.set_forkserver_preload(["torch.distributed", "tests.support.rank_worker"])
@@ -41,6 +45,7 @@ class Ranks:
 
     def __init__(self, world: int) -> None:
         self.world = world
+        self.groups = 1  # most process groups that any of the ranks was in after a call
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         # Hosted here, at a port the system picks: no second process can take it in between.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -102,10 +107,11 @@ class Ranks:
 
     def _receive(self, pipe: Connection, rank: int) -> tuple[bool, Any]:
         try:
-            ok, answer = pickle.loads(pipe.recv_bytes())
+            ok, answer, groups = pickle.loads(pipe.recv_bytes())
         except (EOFError, OSError):
             self._members[rank].join(_GRACE_SECONDS)
             return False, f"rank {rank} of {self.world} died with exit code {self._members[rank].exitcode}"
+        self.groups = max(self.groups, groups)
         value = pickle.loads(answer)
         return ok, value if ok else f"rank {rank} of {self.world} raised:\n{value}"
 
@@ -133,7 +139,7 @@ def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 1
 
 
 class RankPool:
-    """Keeps one set of ranks for every world size asked for, and replaces a set that failed."""
+    """Keeps one set of ranks for every world size asked for, and replaces one that failed or gathered many groups."""
 
     def __init__(self) -> None:
         self._sets: dict[int, Ranks] = {}
@@ -145,7 +151,10 @@ class RankPool:
             if ranks is not None:
                 ranks.close()
             ranks = self._sets[world] = Ranks(world)
-        return ranks.run(fn, *args, timeout=timeout)
+        results = ranks.run(fn, *args, timeout=timeout)
+        if ranks.groups > _MOST_GROUPS:
+            ranks.close()
+        return results
 
     def close(self) -> None:
         for ranks in self._sets.values():
