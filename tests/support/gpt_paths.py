@@ -114,7 +114,7 @@ class Passed:
 
 
 def full_pass(cut: Cut, micro: Micro, *, temperature: float = 1.0, **model: Any) -> Passed:
-    """Logits of every row, gathered over the vocabulary by Megatron's own differentiable gather, then the definition."""
+    """Logits of every row, gathered over the vocabulary by Megatron itself, differentiably, then the definition."""
     from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 
     gpt = _gpt(cut, model)
