@@ -116,6 +116,22 @@ def test_fp32_operator_is_within_an_ulp(rank_pool: RankPool, world: int) -> None
         assert torch.all(error <= torch.maximum(ulp, torch.tensor(2.4e-7)))
 
 
+def five_positions(rank: int, world: int) -> Tensor:
+    logits, tokens, _, _ = given()
+    with stand_in() as rl_utils, cpu_megatron(rank, world, tp=world), compacted():
+        policy = build_stand_in(logits[:, :5])
+        return rl_utils.get_logprobs(policy, tokens[:, :5], None, no_grad=True)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_a_length_that_no_rank_count_divides(rank_pool: RankPool, world: int) -> None:
+    logits, tokens, _, _ = given()
+    truth, _ = true_values(logits[:, :5], tokens[:, :5], torch.zeros(BATCH, 4), 1.0)
+    for log_probs in rank_pool.run(world, five_positions):
+        assert log_probs.shape == (2, 4)
+        assert (log_probs - truth).abs().max() <= 2e-6
+
+
 def masked_gradients(rank: int, world: int, poison: bool) -> tuple[Tensor, Tensor, Tensor]:
     logits, tokens, loss_mask, slope = given()
     with stand_in() as rl_utils, cpu_megatron(rank, world, tp=world), compacted():

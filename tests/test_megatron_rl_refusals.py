@@ -108,6 +108,10 @@ def by_model(rank: int, world: int) -> None:
         refused(rl_utils, tokens, policy, "Megatron-FSDP")
 
         _, policy = tokens_and_policy()
+        policy.config.mtp_num_layers = 1
+        refused(rl_utils, tokens, policy, "multi-token prediction")
+
+        _, policy = tokens_and_policy()
         policy.output_layer.gradient_accumulation_fusion = True
         refused_without_gradients(rl_utils, tokens, policy, "no main_grad")
 
@@ -140,7 +144,7 @@ def test_models_are_refused_by_name(rank_pool: RankPool) -> None:
 
 
 def two_paths_in_one_run(rank: int, world: int) -> None:
-    with stand_in(bf16=True) as rl_utils, cpu_megatron(rank, world, tp=1), compacted():
+    with stand_in(bf16=True) as rl_utils, cpu_megatron(rank, world, tp=1), compacted() as check:
         tokens, policy = tokens_and_policy()
         old = rl_utils.get_logprobs(policy, tokens, None, no_grad=True)
         rl_utils.run.batch_invariant_mode = True
@@ -157,6 +161,7 @@ def two_paths_in_one_run(rank: int, world: int) -> None:
         rl_utils.run.batch_invariant_mode = False
         assert plain.dtype == torch.bfloat16
         assert torch.equal(rl_utils.get_logprobs(other, tokens, None), plain), "refused once, refused for the run"
+        assert [finding.state for finding in check()] == ["on", "refused"]
 
 
 def test_the_two_paths_never_meet_in_one_run(rank_pool: RankPool) -> None:

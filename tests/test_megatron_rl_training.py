@@ -41,6 +41,9 @@ def test_ten_updates_end_where_the_gathered_path_ends(packed: bool) -> None:
     for rank, truth in enumerate(every["truth"]):
         gathered, compact = every["gathered"][rank], every["compact"][rank]
         assert len(compact.losses) == 10
+        # Packed bins bring their loss mask along; of other batches nobody tells, and every log-prob is computed.
+        assert torch.all(compact.uncounted == 0.0) if packed else torch.any(compact.uncounted != 0.0)
+        assert torch.any(gathered.uncounted != 0.0)
         assert distance(start[rank], truth) > 1e-3, "nothing was learnt"
         assert distance(compact, truth) <= 1.1 * distance(gathered, truth) + 1e-7
         assert (compact.parameters - gathered.parameters).abs().max() <= 2e-5

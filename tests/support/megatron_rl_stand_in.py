@@ -83,7 +83,8 @@ def build_stand_in(
             )
             MegatronModule.__init__(self, settings)
             self.post_process, self.share_embeddings_and_output_weights = True, False
-            self.pg_collection = SimpleNamespace(cp=None, pp=None, tp=group)
+            pipeline = parallel_state.get_pipeline_model_parallel_group()
+            self.pg_collection = SimpleNamespace(cp=None, pp=pipeline, tp=group)
             self.output_layer = ColumnParallelLinear(
                 rows, vocab, config=settings, init_method=torch.nn.init.zeros_, bias=False, gather_output=False
             )

@@ -21,6 +21,7 @@ SEQUENCE = 32
 class Trained:
     losses: list[float]
     ratios: Tensor  # (updates * counted positions,): current over old policy, before each update
+    uncounted: Tensor  # (updates * other positions,): current log-probs that the loss does not count
     parameters: Tensor  # all of this rank's, one after another
 
 
@@ -37,7 +38,7 @@ def trained(
     optimizer = torch.optim.Adam(model.parameters(), lr=rate)
     reference = {name: value.clone() for name, value in model.state_dict().items() if value is not None}
     losses: list[float] = []
-    ratios = [torch.empty(0)]
+    ratios, uncounted = [torch.empty(0)], [torch.empty(0)]
     for iteration in range(iterations):
         random = torch.Generator().manual_seed(100 * iteration + (0 if packed else data_ranks.rank()))
         batch = _Batch(rl_utils, vocab, random, packed)
@@ -69,8 +70,9 @@ def trained(
             optimizer.zero_grad(set_to_none=True)
             losses.append(loss.item())
             ratios.append(terms[2].detach()[batch.loss_mask != 0].float())
+            uncounted.append(current.detach()[batch.loss_mask == 0].float())
     parameters = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-    return Trained(losses, torch.cat(ratios), parameters)
+    return Trained(losses, torch.cat(ratios), torch.cat(uncounted), parameters)
 
 
 class _Batch:

@@ -18,7 +18,8 @@ def get_args() -> Namespace:
 
 
 def selective_log_softmax(logits: Tensor, index: Tensor) -> Tensor:
-    return torch.log_softmax(logits, dim=-1).gather(-1, index[..., None]).squeeze(-1)
+    chosen = [torch.log_softmax(row, dim=-1).gather(-1, ids[:, None]) for row, ids in zip(logits, index, strict=True)]
+    return torch.stack(chosen).squeeze(-1)
 
 
 def get_logprobs(

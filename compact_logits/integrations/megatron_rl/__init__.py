@@ -84,16 +84,16 @@ def check() -> list[Finding]:
     """What is on, off or refused in this process, and why. Changes nothing and installs nothing."""
     name, proven = "megatron_rl", f"proven: {'; '.join(SUPPORTED)}"
     if _installation is not None:
-        refused = _installation.refused()
-        if refused:
-            return [Finding(name, "refused", refusal.reason, refusal.remedy) for refusal in refused]
-        return [Finding(name, "on", f"installed, mode {_installation.config.mode}")]
+        found = [Finding(name, "refused", refusal.reason, refusal.remedy) for refusal in _installation.refused()]
+        if not found or _installation.compacts():
+            found.insert(0, Finding(name, "on", f"installed, mode {_installation.config.mode}"))
+        return found
     config = Config.from_env(os.environ)
     try:
-        found = importlib.util.find_spec("megatron.rl")
+        spec = importlib.util.find_spec("megatron.rl")
     except ModuleNotFoundError:
-        found = None
-    if found is None:
+        spec = None
+    if spec is None:
         return [Finding(name, "off", "megatron.rl is not on this Python's path", "put a Megatron-LM checkout there")]
     try:
         from compact_logits.integrations.megatron_rl.installation import Installation

@@ -56,6 +56,10 @@ class Installation:
         """Why models of this process keep the gathered path, as far as they have been seen."""
         return sorted(self._told, key=lambda refusal: refusal.reason)
 
+    def compacts(self) -> bool:
+        """Whether a model of this process takes the compact path, as far as they have been seen."""
+        return not all(self._decisions.values())
+
     def decide(self, model: Any) -> tuple[Refusal, ...]:
         """Why this rank keeps the gathered path for `model`; empty where it takes the compact path.
 

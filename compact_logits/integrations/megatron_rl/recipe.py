@@ -105,6 +105,8 @@ def _of_model(model: Any) -> list[Refusal]:
         return [Refusal("an inference engine is using the model", "take log-probs after it has finished")]
     if not inner.post_process:
         return []
+    if inner.config.mtp_num_layers:
+        return [Refusal("multi-token prediction gathers the logits of the model's further heads", "train without it")]
     tied = inner.shared_embedding_or_output_weight() if inner.share_embeddings_and_output_weights else None
     with torch.enable_grad():  # so that a pass without gradients meets what the training pass will meet
         reason = refuse_call(inner, {}, native=True) or refuse_head(inner.output_layer, tied)
