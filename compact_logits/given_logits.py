@@ -46,7 +46,7 @@ class _ScoreLogits(torch.autograd.Function):
         ctx: Any, logits: Tensor, scorer: Scorer, window: slice | Tensor, overwrite: bool, chunk_bytes: int | None
     ) -> tuple[Tensor, ...]:
         outputs, saved = _forward(logits, scorer, window, chunk_bytes)
-        ctx.save_for_backward(logits, *saved)
+        ctx.save_for_backward(logits, *scorer.inputs, *saved)
         ctx.scorer, ctx.window, ctx.overwrite, ctx.chunk_bytes = scorer, window, overwrite, chunk_bytes
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*[o for o, d in zip(outputs, scorer.differentiable, strict=True) if not d])
@@ -55,7 +55,8 @@ class _ScoreLogits(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        logits, *saved = ctx.saved_tensors
+        logits, *rest = ctx.saved_tensors
+        saved = rest[len(ctx.scorer.inputs) :]
         work = work_dtype(logits.dtype)
         grads = tuple(g if g is None else g.to(work) for g in grads)
         inside = _rows_inside(logits, ctx.window)

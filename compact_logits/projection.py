@@ -87,7 +87,7 @@ class _ScoreHidden(torch.autograd.Function):
         rows = exchange.gather(hidden)
         plan = plan_chunks(rows.shape[0], weight.shape[0], rows.dtype, rows.device, chunk_bytes)
         outputs, saved, kept = _forward(rows, weight, bias, scorer, plan, keep=True)
-        ctx.save_for_backward(rows, weight, bias, kept, *saved)
+        ctx.save_for_backward(rows, weight, bias, kept, *scorer.inputs, *saved)
         ctx.scorer, ctx.exchange, ctx.weight_grad, ctx.plan = scorer, exchange, weight_grad, plan
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*[o for o, d in zip(outputs, scorer.differentiable, strict=True) if not d])
@@ -96,7 +96,8 @@ class _ScoreHidden(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        rows, weight, bias, kept, *saved = ctx.saved_tensors
+        rows, weight, bias, kept, *rest = ctx.saved_tensors
+        saved = rest[len(ctx.scorer.inputs) :]
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         plan: ChunkPlan = ctx.plan
         work = work_dtype(rows.dtype)

@@ -32,6 +32,11 @@ class Scorer(Protocol):
         """For each output of `merge`, whether a gradient may come back for it."""
         ...
 
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        """The caller's tensors that `d_logits_` reads: the engine saves them, so that autograd notices a change."""
+        ...
+
     def local_stats(
         self,
         z: Tensor,  # (block, vocab_local) fp32, may be overwritten

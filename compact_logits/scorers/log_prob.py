@@ -57,6 +57,10 @@ class LogProbScorer:
     def differentiable(self) -> tuple[bool, ...]:
         return (True,) if self.entropy == "none" else (True, self.entropy == "loss")
 
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        return (self.targets, self.temperature) if isinstance(self.temperature, Tensor) else (self.targets,)
+
     def local_stats(self, z: Tensor, spare: Tensor | None, rows: slice) -> Tensor:
         stats = z.new_zeros(z.shape[0], self.stats_width)
         if self.shard.size == 0:
@@ -92,14 +96,9 @@ class LogProbScorer:
         # A NaN log-prob must not come back with a gradient that looks like a number.
         saved = (maximum, log_sum.masked_fill(selected.isnan(), torch.nan))
         if moment is None:
-            return (log_prob,), (*saved, *self._inputs)
+            return (log_prob,), saved
         entropy = log_sum - moment / sum_exp
-        return (log_prob, entropy), (*saved, entropy - log_sum, *self._inputs)
-
-    @property
-    def _inputs(self) -> tuple[Tensor, ...]:
-        """What backward reads of the caller's tensors: saved, so that autograd notices where they have changed."""
-        return (self.targets, self.temperature) if isinstance(self.temperature, Tensor) else (self.targets,)
+        return (log_prob, entropy), (*saved, entropy - log_sum)
 
     def selected(
         self,
@@ -213,16 +212,26 @@ def log_probs(
     """Log-prob of `targets` and entropy under `softmax(logits / temperature)`, over logits that exist already.
 
     Equals `reference.log_probs`; never writes to `logits`, and holds no second tensor of their size in forward and
-    only their gradient (in their dtype) in backward. `shard`, `entropy` and errors as in `linear_log_probs`.
+    only their gradient (in their dtype) in backward, whatever the strides of up to three axes. `shard`, `entropy` and
+    errors as in `linear_log_probs`.
 
     Collectives over `shard.group`: forward one all-gather of three or four fp32 a row; backward none.
     """
     resolved = validation.check_logits(logits, shard)
     leading = logits.shape[:-1]
     scorer = _checked_scorer(targets, leading, resolved, temperature, entropy, chunk_bytes)
-    outputs = score_logits(rearrange(logits, "... vocab -> (...) vocab"), scorer, chunk_bytes=chunk_bytes)
+    outputs = score_logits(_without_copy(logits), scorer, chunk_bytes=chunk_bytes)
     shaped = [output.view(leading) for output in outputs]
     return TokenStats(shaped[0], shaped[1] if len(shaped) > 1 else None)
+
+
+def _without_copy(
+    logits: Tensor,  # (..., vocab_local)
+) -> Tensor:  # (rows, vocab_local) or (batch, rows, vocab_local)
+    """One axis of rows, but two where the strides of the two let no view join them."""
+    if logits.dim() == 3 and logits.shape[1] > 1 and logits.stride(0) != logits.shape[1] * logits.stride(1):
+        return logits
+    return rearrange(logits, "... vocab -> (...) vocab")
 
 
 def _checked_scorer(

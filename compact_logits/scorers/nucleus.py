@@ -80,6 +80,10 @@ class NucleusScorer:
     def differentiable(self) -> tuple[bool, ...]:
         return self.base.differentiable
 
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        return self.base.inputs
+
     @cached_property
     def _entries(self) -> _LocalEntries:
         return _LocalEntries.build(self.nucleus, self.base)

@@ -61,6 +61,11 @@ class TopKScorer:
         return (True, *[False] * (8 if self.tail else 4))
 
     @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        per_row = (self.temperature,) if isinstance(self.temperature, Tensor) else ()
+        return (self.teacher_log_probs, self.teacher_ids, *per_row)
+
+    @property
     def _k(self) -> int:
         return self.teacher_ids.shape[1]
 

@@ -1,0 +1,65 @@
+"""The configuration read from the environment: what it takes, and what it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from compact_logits.config import DEFAULT_CHUNK_BYTES, Config, parse_bytes
+from compact_logits.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("value", "mode", "enabled"),
+    [
+        (None, "off", False),
+        ("", "off", False),
+        ("0", "off", False),
+        ("1", "on", True),
+        ("strict", "strict", True),
+        (" STRICT ", "strict", True),
+    ],
+)
+def test_mode(value: str | None, mode: str, enabled: bool) -> None:
+    config = Config.from_env({} if value is None else {"COMPACT_LOGITS": value})
+    assert (config.mode, config.enabled, config.chunk_bytes) == (mode, enabled, DEFAULT_CHUNK_BYTES)
+
+
+@pytest.mark.parametrize("value", ["true", "on", "yes", "2", "off", "-1", "strict1"])
+def test_an_unknown_mode_names_the_valid_ones(value: str) -> None:
+    with pytest.raises(ConfigError, match=f"COMPACT_LOGITS must be unset, 0, 1 or strict, got '{value}'"):
+        Config.from_env({"COMPACT_LOGITS": value})
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("1", 1), ("64MiB", 64 * 2**20), ("64 mib", 64 * 2**20), (" 3 KiB ", 3072), ("2GiB", 2**31), ("4096", 4096)],
+)
+def test_byte_counts(text: str, count: int) -> None:
+    assert parse_bytes(text) == count
+    assert Config.from_env({"COMPACT_LOGITS_CHUNK_BYTES": text}).chunk_bytes == count
+
+
+@pytest.mark.parametrize("text", ["", "0", "0MiB", "-1", "1.5MiB", "64MB", "64M", "MiB", "1 2", "1e6", "0x10"])
+def test_anything_else_is_no_byte_count(text: str) -> None:
+    needed = "a byte count must be a positive whole number, or one with KiB, MiB or GiB, got "
+    with pytest.raises(ConfigError, match=f"^{needed}'{text}'$"):
+        parse_bytes(text)
+    with pytest.raises(ConfigError, match=f"^COMPACT_LOGITS_CHUNK_BYTES: {needed}'{text}'$"):
+        Config.from_env({"COMPACT_LOGITS_CHUNK_BYTES": text})
+
+
+def test_a_mistyped_name_is_an_error_and_other_names_are_none() -> None:
+    with pytest.raises(
+        ConfigError,
+        match="unknown environment variable COMPACT_LOGITS_CHUNKBYTES; "
+        "the known ones are COMPACT_LOGITS, COMPACT_LOGITS_CHUNK_BYTES",
+    ):
+        Config.from_env({"COMPACT_LOGITS": "1", "COMPACT_LOGITS_CHUNKBYTES": "1"})
+    assert Config.from_env({"HOME": "/", "MY_COMPACT_LOGITS": "x"}) == Config()
+
+
+def test_a_config_cannot_be_changed() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Config().mode = "on"  # type: ignore[misc]
