@@ -95,7 +95,8 @@ def test_the_largest_micro_batch_that_fits() -> None:
     for path in ("full", "compact"):
         budget = simulate(replace(size, rows=1200, kept=round(1200 * 208 / 512)), path).peak  # type: ignore[arg-type]
         most = largest_fitting(size, path, budget)  # type: ignore[arg-type]
-        assert abs(most - 1200) <= 12, (path, most)
+        # Somewhat more rows may be cut into chunks that are somewhat smaller.
+        assert 1200 - 12 <= most <= 1.1 * 1200, (path, most)
     assert largest_fitting(size, "full", 1000) == 0
 
 

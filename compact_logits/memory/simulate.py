@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -14,72 +13,20 @@ from torch import Tensor
 from compact_logits.chunks import plan_chunks
 from compact_logits.errors import InputError
 from compact_logits.exchange import Local, RowExchange, SequenceSharded
-from compact_logits.memory.heads import full_head
+from compact_logits.memory.heads import full_head, full_topk_head
+from compact_logits.memory.size import HeadBytes, HeadSize
 from compact_logits.memory.tracker import StorageBytes
 from compact_logits.projection import score_hidden
 from compact_logits.rows import select
-from compact_logits.scorers.log_prob import Entropy, LogProbScorer
+from compact_logits.scorers.contract import Scorer
+from compact_logits.scorers.log_prob import LogProbScorer
+from compact_logits.scorers.nucleus import Nucleus, NucleusScorer
+from compact_logits.scorers.topk_scorer import TopKScorer
 from compact_logits.vocab_parallel import VocabShard
 
-__all__ = ["HeadBytes", "HeadSize", "largest_fitting", "simulate"]
+__all__ = ["Path", "simulate"]
 
 Path = Literal["full", "compact"]
-
-
-@dataclass(frozen=True)
-class HeadSize:
-    """The head of one rank: `rows` of one micro-batch on this context-parallel rank, of which `kept` count."""
-
-    rows: int
-    kept: int
-    vocab: int
-    hidden: int
-    tp: int = 1
-    sequence_parallel: bool = True  # of no effect with `tp` 1
-    dtype: torch.dtype = torch.bfloat16
-    entropy: Entropy = "loss"
-    temperature: float = 1.0
-    frozen: bool = False
-    fused: bool = False  # the weight's gradient is added to an existing fp32 `main_grad`
-    chunk_bytes: int | None = None
-
-    def __post_init__(self) -> None:
-        if min(self.rows, self.vocab, self.hidden, self.tp) < 1 or not 0 <= self.kept <= self.rows:
-            raise InputError(f"needed positive sizes and 0 <= kept <= rows, got {self}")
-        if self.vocab % self.tp or self.rows % self.tp:
-            raise InputError(
-                f"tensor parallelism over {self.tp} ranks needs vocabulary ({self.vocab}) and rows ({self.rows}) that "
-                f"it divides; pad them as Megatron does"
-            )
-
-
-@dataclass(frozen=True)
-class HeadBytes:
-    """What stands at once beyond hidden states, weight and their gradient buffers of other layers, in bytes.
-
-    `forward`: most during forward. `saved`: between forward and backward. `backward`: most during backward, what is
-    saved and the new gradients of hidden states and weight included.
-    """
-
-    forward: int
-    saved: int
-    backward: int
-
-    @property
-    def peak(self) -> int:
-        return max(self.forward, self.backward)
-
-    def extended(self, shorter: HeadBytes, times: float) -> HeadBytes:
-        """As much again, `times` over, as this has beyond `shorter`."""
-
-        def extend(mine: int, less: int) -> int:
-            return mine + round((mine - less) * times)
-
-        return HeadBytes(
-            forward=extend(self.forward, shorter.forward),
-            saved=extend(self.saved, shorter.saved),
-            backward=extend(self.backward, shorter.backward),
-        )
 
 
 def simulate(size: HeadSize, path: Path) -> HeadBytes:
@@ -94,12 +41,12 @@ def simulate(size: HeadSize, path: Path) -> HeadBytes:
     chunk = plan_chunks(size.kept, size.vocab // size.tp, size.dtype, torch.device("meta"), size.chunk_bytes).chunk
     if size.kept <= 3 * chunk:
         return _run(size, path)
-    two, three = (_run(replace(size, kept=count * chunk), path) for count in (2, 3))
+    two, three = (_run(size.keeping(count * chunk, size.rows), path) for count in (2, 3))
     return three.extended(two, (size.kept - 3 * chunk) / chunk)
 
 
 def _run(size: HeadSize, path: Path) -> HeadBytes:
-    with _group(size.tp if path == "compact" else 1) as group, StorageBytes() as bytes_:
+    with _group(size.tp if path == "compact" else 1) as group, StorageBytes(device="meta") as bytes_:
         local_rows = size.rows // size.tp if size.sequence_parallel else size.rows
         hidden = torch.empty(local_rows, size.hidden, dtype=size.dtype, device="meta", requires_grad=True)
         weight = torch.empty(size.vocab // size.tp, size.hidden, dtype=size.dtype, device="meta")
@@ -114,20 +61,15 @@ def _run(size: HeadSize, path: Path) -> HeadBytes:
         return HeadBytes(forward=forward, saved=saved, backward=bytes_.peak - inputs)
 
 
-def _compact(size: HeadSize, hidden: Tensor, weight: Tensor, group: dist.ProcessGroup | None) -> Callable[[], tuple]:
-    # Kept rows spread evenly over the shards, as padding to the largest shard is then least.
-    share = -(-size.kept // size.tp)
-    counts = tuple(min(share, max(size.kept - rank * share, 0)) for rank in range(size.tp))
+def _compact(
+    size: HeadSize, hidden: Tensor, weight: Tensor, group: dist.ProcessGroup | None
+) -> Callable[[], tuple[Tensor, ...]]:
+    counts = size.shard_counts
     sharded = size.sequence_parallel and group is not None
     exchange: RowExchange | None = SequenceSharded(group, counts) if sharded and group is not None else None
     if group is None:
         exchange = Local()
-    scorer = LogProbScorer(
-        targets=torch.zeros(size.kept, dtype=torch.int64, device="meta"),
-        shard=VocabShard(0, weight.shape[0], group),
-        temperature=size.temperature,
-        entropy=size.entropy,
-    )
+    scorer = _scorer(size, VocabShard(0, weight.shape[0], group))
 
     def run() -> tuple[Tensor, ...]:
         indices = torch.zeros(counts[0] if sharded else size.kept, dtype=torch.int64, device="meta")
@@ -140,15 +82,57 @@ def _compact(size: HeadSize, hidden: Tensor, weight: Tensor, group: dist.Process
     return run
 
 
-def _full(size: HeadSize, hidden: Tensor, weight: Tensor) -> Callable[[], tuple]:
+def _scorer(size: HeadSize, shard: VocabShard) -> Scorer:
+    if size.top_k:
+        shape = size.kept, size.top_k
+        return TopKScorer(
+            teacher_log_probs=torch.empty(shape, device="meta"),
+            teacher_ids=torch.empty(shape, dtype=torch.int64, device="meta"),
+            shard=shard,
+            temperature=size.temperature,
+            log_prob_min_clamp=None,
+            tail_mass_eps=None,
+        )
+    base = LogProbScorer(
+        targets=torch.zeros(size.kept, dtype=torch.int64, device="meta"),
+        shard=shard,
+        temperature=size.temperature,
+        entropy=size.entropy,
+    )
+    if not size.nucleus_ids:
+        return base
+    # On the host, where a recorded nucleus is too, and spread evenly over the slices of the vocabulary.
+    ids = torch.arange(size.nucleus_ids) * size.vocab // size.nucleus_ids
+    row_of = torch.arange(size.kept).repeat_interleave(size.nucleus_ids)
+    recorded = torch.ones(size.kept, dtype=torch.bool)
+    return NucleusScorer(base, Nucleus(ids=ids.repeat(size.kept), row_of=row_of, recorded=recorded))
+
+
+def _full(size: HeadSize, hidden: Tensor, weight: Tensor) -> Callable[[], tuple[Tensor, ...]]:
     targets = torch.zeros(size.rows, dtype=torch.int64, device="meta")
+    shape = size.rows, size.top_k
+    teacher = torch.empty(shape, device="meta"), torch.empty(shape, dtype=torch.int64, device="meta")
+    # Fused, its gradient goes where memory stands already, and autograd makes none.
+    used = weight.detach() if size.fused else weight
 
     def run() -> tuple[Tensor, ...]:
         gathered = hidden
         if hidden.shape[0] != size.rows:
             gathered = torch.cat([hidden] * size.tp)  # the sequence-parallel gather
-        gradient = size.entropy == "loss"
-        return full_head(gathered, weight, targets, temperature=size.temperature, entropy_gradient=gradient)
+        if size.top_k:
+            return (full_topk_head(gathered, used, *teacher, temperature=size.temperature),)
+        keep = None
+        if size.nucleus_ids:
+            keep = torch.empty(size.rows, used.shape[0], dtype=torch.bool, device="meta")
+        return full_head(
+            gathered,
+            used,
+            targets,
+            temperature=size.temperature,
+            entropy_gradient=size.entropy == "loss",
+            with_entropy=size.entropy != "none",
+            keep=keep,
+        )
 
     return run
 
@@ -178,22 +162,3 @@ def _group(ranks: int) -> Iterator[dist.ProcessGroup | None]:
         yield dist.group.WORLD
     finally:
         dist.destroy_process_group()
-
-
-def largest_fitting(size: HeadSize, path: Path, budget: int) -> int:
-    """The most rows of a micro-batch whose head stays within `budget` bytes, at `size`'s density; 0 if none does.
-
-    Found by doubling and halving over simulations, in steps of `size.tp` rows, up to 2**24 rows.
-    """
-
-    def fits(rows: int) -> bool:
-        kept = round(size.kept / size.rows * rows)
-        return simulate(replace(size, rows=rows, kept=kept), path).peak <= budget
-
-    low, high = 0, size.tp
-    while high <= 2**24 and fits(high):
-        low, high = high, high * 2
-    while high - low > size.tp:
-        middle = (low + high) // 2 // size.tp * size.tp
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low

@@ -17,11 +17,12 @@ class StorageBytes(TorchDispatchMode):
     """While active, counts the bytes of every storage that an operator makes, until nothing refers to it.
 
     `live` is what stands now, `peak` the most that has stood at once; `restart_peak` forgets the peak. What stood
-    before is not counted. Works on real and on meta tensors alike.
+    before is not counted. Works on real and on meta tensors alike; with a `device` named, on those of that device.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: str | None = None) -> None:
         super().__init__()
+        self._device = device
         self.live = 0
         self.peak = 0
         self._known: set[int] = set()
@@ -36,7 +37,7 @@ class StorageBytes(TorchDispatchMode):
         given = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         result = func(*args, **kwargs)
         for leaf in tree_leaves(result):
-            if not isinstance(leaf, Tensor):
+            if not isinstance(leaf, Tensor) or self._device not in (None, leaf.device.type):
                 continue
             storage = leaf.untyped_storage()
             key = storage._cdata
