@@ -38,9 +38,13 @@ def policy_of(tp: int, dtype: torch.dtype) -> Policy:
 def peak_of(rl_utils: Any, tp: int, dtype: torch.dtype, path: Path) -> int:
     policy = build_stand_in(torch.randn(BATCH, SEQUENCE, VOCAB), dtype=dtype, sequence_parallel=tp > 1)
     tokens = torch.zeros(BATCH, SEQUENCE, dtype=torch.int64)
-    with StorageBytes() as counted:
-        rl_utils.get_logprobs(policy, tokens, tokens).sum().backward()
-    return counted.peak
+    peaks = []
+    for _ in range(3):  # gloo's own thread may hold a buffer of a collective that is over: least is what the pass holds
+        with StorageBytes() as counted:
+            rl_utils.get_logprobs(policy, tokens, tokens).sum().backward()
+        policy.zero_grad(set_to_none=True)
+        peaks.append(counted.peak)
+    return min(peaks)
 
 
 def stand_in_peaks(rank: int, world: int, dtype: torch.dtype) -> dict[Path, int]:
