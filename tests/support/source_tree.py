@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,6 +13,8 @@ __all__ = ["PACKAGE", "ROOT", "Import", "Module", "modules", "parse"]
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "compact_logits"
+
+_PRIVATE_BY_NATURE = r"(logging\.getLogger|(typing\.)?(TypeVar|ParamSpec))\("
 
 
 @dataclass(frozen=True)
@@ -63,12 +66,15 @@ class Module:
 
     @property
     def public_definitions(self) -> set[str]:
-        """Classes, functions and constants of the top level without a leading underscore."""
+        """Classes, functions and constants of the top level without a leading underscore.
+
+        Loggers and type variables are named plainly everywhere, and are nobody's to import.
+        """
         names: set[str] = set()
         for node in self.tree.body:
             if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 names.add(node.name)
-            elif isinstance(node, ast.Assign):
+            elif isinstance(node, ast.Assign) and not re.match(_PRIVATE_BY_NATURE, ast.unparse(node.value)):
                 names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
             elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
                 names.add(node.target.id)
