@@ -73,8 +73,10 @@ def pipeline(rank: int, world: int, path: str) -> dict[str, Any]:
         model = build_policy(
             tp=2, pp=2, vocab=VOCAB, dtype=torch.bfloat16, batch_p2p_comm=False, deallocate_pipeline_outputs=True
         )
+        if path == "refused" and model.module.post_process:  # what only the last stage can see
+            model.module.output_layer.register_forward_hook(lambda *_: None)
         schedule = get_forward_backward_func()
-        with compacted() if path == "compact" else nullcontext():
+        with nullcontext() if path == "gathered" else compacted():
             old = rl_utils.compute_logprobs_batch(
                 model=model,
                 data_loader=batches,
@@ -112,8 +114,11 @@ def loss_of(log_probs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     return loss, {"loss": loss.detach()}
 
 
-def test_pipeline_stages_agree_on_fp32() -> None:
-    every = {path: on_tree_ranks(pipeline, path) for path in ("gathered", "compact")}
+def test_pipeline_stages_agree_on_one_dtype() -> None:
+    every = {path: on_tree_ranks(pipeline, path) for path in ("gathered", "compact", "refused")}
+    for gathered, refused in zip(every["gathered"], every["refused"], strict=True):
+        assert torch.equal(refused["old"], gathered["old"]) and refused["old"].dtype == torch.bfloat16
+        assert torch.equal(refused["gradients"], gathered["gradients"])
     for gathered, compact in zip(every["gathered"], every["compact"], strict=True):
         assert gathered["old"].dtype == torch.bfloat16 and compact["old"].dtype == torch.float32
         assert torch.equal(compact["old"], every["compact"][0]["old"]), "a stage received other log-probs"
