@@ -19,7 +19,7 @@ from compact_logits.integrations.verl.tail_mode import TAIL_MODE, tail_mass_eps
 from compact_logits.scorers.topk_kl import topk_kl
 from compact_logits.vocab_parallel import VocabShard
 
-__all__ = ["forward_kl_wrapper", "topk_loss_wrapper", "vocab_parallel_kl_wrapper"]
+__all__ = ["Request", "forward_kl_wrapper", "topk_loss_wrapper", "vocab_parallel_kl_wrapper"]
 
 _BATCH: ContextVar[Any] = ContextVar("compact_logits_verl_batch", default=None)
 _REQUEST: ContextVar[Request | None] = ContextVar("compact_logits_verl_request", default=None)
