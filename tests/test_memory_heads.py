@@ -133,12 +133,13 @@ def test_one_full_shard_costs_the_padding_of_the_others() -> None:
     assert replace(size, most_on_shard=90).of_rows(1024).shard_counts == (180, 12, 0, 0)
 
 
-def test_the_most_rows_are_those_that_fit_where_one_more_step_does_not() -> None:
+def test_the_most_rows_are_those_that_fit_where_a_few_more_do_not() -> None:
     size = replace(SIZE, tp=2, vocab=6016, fused=True)
     for path, budget in (("full", 3 * 10**7), ("compact", 4 * 10**6), ("compact", 3 * 10**7)):
         most = largest_fitting(size, path, budget)  # type: ignore[arg-type]
         assert most % 2 == 0
-        fits, not_any_more = (simulate(size.of_rows(rows), path).peak for rows in (most, most + 2))  # type: ignore[arg-type]
+        more = most + max(2, most // 256 // 2 * 2)
+        fits, not_any_more = (simulate(size.of_rows(rows), path).peak for rows in (most, more))  # type: ignore[arg-type]
         assert fits <= budget < not_any_more, path
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from compact_logits.chunks import plan_chunks
 from compact_logits.errors import InputError
-from compact_logits.exchange import Local, RowExchange, SequenceSharded
+from compact_logits.exchange import Local, Replicated, RowExchange, SequenceSharded, Wait
 from compact_logits.memory.heads import full_head, full_topk_head
 from compact_logits.memory.size import HeadBytes, HeadSize
 from compact_logits.memory.tracker import StorageBytes
@@ -27,25 +27,53 @@ from compact_logits.vocab_parallel import VocabShard
 __all__ = ["Path", "simulate"]
 
 Path = Literal["full", "compact"]
+_Run = Callable[[Callable[[], None]], tuple[Tensor, ...]]  # is given what ends a moment
 
 
 def simulate(size: HeadSize, path: Path) -> HeadBytes:
     """Run forward and backward of one path on meta tensors and count the storages. Nothing of that size is allocated.
 
-    The compact path is the code that trains; many chunks are run as two and as three, since each further chunk adds
-    the same bytes. Under tensor parallelism its collectives run on a group of `size.tp` ranks that are not there, which
-    needs a process without a process group: `InputError` otherwise.
+    The compact path is the code that trains; many chunks are run as two and as three, since to each moment of a step
+    every further chunk adds the same bytes. Under tensor parallelism its collectives run on a group of `size.tp` ranks
+    that are not there, which needs a process without a process group: `InputError` otherwise.
     """
     if path == "full":
-        return _run(size, path)
+        return _worst(_run(size, path))
     chunk = plan_chunks(size.kept, size.vocab // size.tp, size.dtype, torch.device("meta"), size.chunk_bytes).chunk
     if size.kept <= 3 * chunk:
-        return _run(size, path)
+        return _worst(_run(size, path))
     two, three = (_run(size.keeping(count * chunk, size.rows), path) for count in (2, 3))
-    return three.extended(two, (size.kept - 3 * chunk) / chunk)
+    times = (size.kept - 3 * chunk) / chunk
+    return _worst([longer.extended(shorter, times) for longer, shorter in zip(three, two, strict=True)])
 
 
-def _run(size: HeadSize, path: Path) -> HeadBytes:
+def _worst(moments: list[HeadBytes]) -> HeadBytes:
+    return HeadBytes(
+        forward=max(moment.forward for moment in moments),
+        saved=moments[0].saved,
+        backward=max(moment.backward for moment in moments),
+    )
+
+
+class _Stopwatch:
+    """Of bytes: `stop` ends a moment and begins the next."""
+
+    def __init__(self, bytes_: StorageBytes) -> None:
+        self._bytes = bytes_
+        self._inputs = bytes_.live
+        self.moments: list[int] = []
+        bytes_.restart_peak()
+
+    def stop(self) -> None:
+        self.moments.append(self._bytes.peak - self._inputs)
+        self._bytes.restart_peak()
+
+
+def _run(size: HeadSize, path: Path) -> list[HeadBytes]:
+    """The bytes of each moment of forward and of backward, first with first.
+
+    One by one they are straight lines in the number of chunks. Their maximum is not: which moment is the worst changes.
+    """
     with _group(size.tp if path == "compact" else 1) as group, StorageBytes(device="meta") as bytes_:
         local_rows = size.rows // size.tp if size.sequence_parallel else size.rows
         hidden = torch.empty(local_rows, size.hidden, dtype=size.dtype, device="meta", requires_grad=True)
@@ -53,30 +81,37 @@ def _run(size: HeadSize, path: Path) -> HeadBytes:
         weight.requires_grad_(not size.frozen)
         run = _compact(size, hidden, weight, group) if path == "compact" else _full(size, hidden, weight)
         inputs = bytes_.live
-        bytes_.restart_peak()
-        outputs = run()
-        forward, saved = bytes_.peak - inputs, bytes_.live - inputs
-        bytes_.restart_peak()
+        watch = _Stopwatch(bytes_)
+        outputs = run(watch.stop)
+        watch.stop()
+        saved, forward = bytes_.live - inputs, len(watch.moments)
         torch.autograd.backward([output.sum() for output in outputs if output.requires_grad])
-        return HeadBytes(forward=forward, saved=saved, backward=bytes_.peak - inputs)
+        watch.stop()
+        pairs = zip(watch.moments[:forward], watch.moments[forward:], strict=True)
+        return [HeadBytes(before, saved, after) for before, after in pairs]
 
 
-def _compact(
-    size: HeadSize, hidden: Tensor, weight: Tensor, group: dist.ProcessGroup | None
-) -> Callable[[], tuple[Tensor, ...]]:
+def _compact(size: HeadSize, hidden: Tensor, weight: Tensor, group: dist.ProcessGroup | None) -> _Run:
     counts = size.shard_counts
     sharded = size.sequence_parallel and group is not None
-    exchange: RowExchange | None = SequenceSharded(group, counts) if sharded and group is not None else None
-    if group is None:
-        exchange = Local()
+    exchange: RowExchange = Local()
+    if group is not None:
+        exchange = SequenceSharded(group, counts) if size.sequence_parallel else Replicated(group)
     scorer = _scorer(size, VocabShard(0, weight.shape[0], group))
 
-    def run() -> tuple[Tensor, ...]:
+    def run(stop: Callable[[], None]) -> tuple[Tensor, ...]:
         indices = torch.zeros(counts[0] if sharded else size.kept, dtype=torch.int64, device="meta")
         rows = select(hidden, indices)
-        sink = _IntoMainGrad() if size.fused else None
+        rows.register_hook(lambda _: stop())  # between the backward of the projection and that of the selection
         return score_hidden(
-            rows, weight, None, scorer, exchange=exchange, group=group, weight_grad=sink, chunk_bytes=size.chunk_bytes
+            rows,
+            weight,
+            None,
+            scorer,
+            exchange=_Watched(exchange, stop),
+            group=group,
+            weight_grad=_IntoMainGrad() if size.fused else None,
+            chunk_bytes=size.chunk_bytes,
         )
 
     return run
@@ -108,14 +143,14 @@ def _scorer(size: HeadSize, shard: VocabShard) -> Scorer:
     return NucleusScorer(base, Nucleus(ids=ids.repeat(size.kept), row_of=row_of, recorded=recorded))
 
 
-def _full(size: HeadSize, hidden: Tensor, weight: Tensor) -> Callable[[], tuple[Tensor, ...]]:
+def _full(size: HeadSize, hidden: Tensor, weight: Tensor) -> _Run:
     targets = torch.zeros(size.rows, dtype=torch.int64, device="meta")
     shape = size.rows, size.top_k
     teacher = torch.empty(shape, device="meta"), torch.empty(shape, dtype=torch.int64, device="meta")
     # Fused, its gradient goes where memory stands already, and autograd makes none.
     used = weight.detach() if size.fused else weight
 
-    def run() -> tuple[Tensor, ...]:
+    def run(stop: Callable[[], None]) -> tuple[Tensor, ...]:
         gathered = hidden
         if hidden.shape[0] != size.rows:
             gathered = torch.cat([hidden] * size.tp)  # the sequence-parallel gather
@@ -135,6 +170,21 @@ def _full(size: HeadSize, hidden: Tensor, weight: Tensor) -> Callable[[], tuple[
         )
 
     return run
+
+
+class _Watched:
+    """An exchange after whose gathering a moment ends."""
+
+    def __init__(self, exchange: RowExchange, stop: Callable[[], None]) -> None:
+        self._exchange, self._stop = exchange, stop
+
+    def gather(self, rows: Tensor) -> Tensor:
+        gathered = self._exchange.gather(rows)
+        self._stop()
+        return gathered
+
+    def start_reduce(self, d_rows: Tensor) -> Wait:
+        return self._exchange.start_reduce(d_rows)
 
 
 class _IntoMainGrad:
