@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from compact_logits.collectives import all_gather, start_reduce_scatter
 from compact_logits.errors import InputError
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ class SequenceSharded:
 
     @property
     def _slot(self) -> int:
-        return max(*self.counts, 1) if len(self.counts) > 1 else max(self.counts[0], 1)
+        return max(1, *self.counts)
 
     def gather(self, rows: Tensor) -> Tensor:
         mine = self.counts[self.group.rank()]
@@ -100,7 +101,7 @@ class SequenceSharded:
         sent = rows.new_zeros(self._slot, rows.shape[1])
         sent[:mine] = rows
         received = sent.new_empty(self.group.size() * self._slot, rows.shape[1])
-        dist.all_gather_into_tensor(received, sent, group=self.group)
+        all_gather(received, sent, self.group)
         slots = received.view(self.group.size(), self._slot, -1)
         return torch.cat([slots[rank, :count] for rank, count in enumerate(self.counts)])
 
@@ -109,7 +110,7 @@ class SequenceSharded:
         for slot, part in zip(slots, d_rows.split(self.counts), strict=True):
             slot[: part.shape[0]] = part
         received = d_rows.new_empty(self._slot, d_rows.shape[1])
-        work = dist.reduce_scatter_tensor(received, slots.flatten(0, 1), group=self.group, async_op=True)
+        work = start_reduce_scatter(received, slots.flatten(0, 1), self.group)
 
         def wait() -> Tensor:
             work.wait()

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from compact_logits.collectives import all_gather
 from compact_logits.errors import InputError
 
 if TYPE_CHECKING:
@@ -21,8 +21,8 @@ __all__ = ["VocabShard", "gather_stats", "merge_softmax"]
 class VocabShard:
     """This rank holds the vocabulary ids `start <= id < stop`; the ranks of `group` hold the others.
 
-    Shards may be uneven and may be empty; together they must cover the vocabulary once. `group=None` says that this
-    shard is the whole vocabulary, and then it starts at 0.
+    Shards may be uneven and may be empty; together they must cover the vocabulary once. `group=None`, or a group of one
+    rank, says that this shard is the whole vocabulary, and then it starts at 0.
     """
 
     start: int
@@ -32,9 +32,9 @@ class VocabShard:
     def __post_init__(self) -> None:
         if not 0 <= self.start <= self.stop:
             raise InputError(f"a vocabulary shard needs 0 <= start <= stop, got start={self.start}, stop={self.stop}")
-        if self.group is None and self.start != 0:
+        if not self.sharded and self.start != 0:
             raise InputError(
-                f"a vocabulary shard without a process group is the whole vocabulary and starts at 0, "
+                f"a vocabulary shard without other ranks is the whole vocabulary and starts at 0, "
                 f"got start={self.start}; pass the tensor-parallel group"
             )
 
@@ -71,7 +71,7 @@ def gather_stats(
     rows, width = stats.shape
     sent = stats.contiguous() if rows else stats.new_zeros(1, width)
     received = sent.new_empty(shard.group.size() * sent.shape[0], width)
-    dist.all_gather_into_tensor(received, sent, group=shard.group)
+    all_gather(received, sent, shard.group)
     return received.view(shard.group.size(), -1, width)[:, :rows]
 
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from compact_logits.integrations.torchforge import compute_logprobs, compute_logprobs_from_hidden
 
-__all__ = ["Way", "gathered_definition", "ways"]
+__all__ = ["Run", "Way", "gathered_definition", "ways"]
 
 # (hidden, weight, ids) -> log-probs; the DTensors lie on one mesh axis, hidden replicated, the weight by vocabulary.
 Run = Callable[[DTensor, DTensor, Tensor], Tensor]

@@ -32,25 +32,34 @@ def gpt_model_of(model: Any) -> GPTModel:
 
 
 def attached(model: Any) -> bool:
-    """Whether the seam sits on this very model."""
-    return "_postprocess" in vars(gpt_model_of(model))
+    """Whether `attach` has put the seam on this very model."""
+    return hasattr(vars(gpt_model_of(model)).get("_postprocess"), MARKER)
 
 
 def attach(model: Any) -> None:
     """Let the head of this model, and of no other, answer requests that its loss mask carries (`mark`).
 
-    A forward whose loss mask is marked then returns one fp32 `(1, rows, 2)` tensor, log-prob and entropy of every row
-    of this context-parallel rank, the same on every tensor-parallel rank; every other forward is as before.
-    Attaching twice is attaching once, and an integration that put the seam on
-    the class has done it for all. Raises `PatchError` for a model that is no GPTModel, and for a version of
-    Megatron whose signatures are not the proven ones.
+    A forward whose loss mask is marked then returns one fp32 `(batch, rows, 2)` tensor, log-prob and entropy of every
+    row of this context-parallel rank, the same on every tensor-parallel rank; every other forward is as before.
+    Attaching twice is attaching once, and an integration that put the seam on the class has done it for all. Raises
+    `PatchError` for a model that is no GPTModel, for a version of Megatron whose signatures are not the proven ones,
+    and where somebody else has replaced the model's `_postprocess`.
     """
     inner = gpt_model_of(model)
-    if not attached(inner) and not hasattr(type(inner)._postprocess, MARKER):
-        # The instance's own attribute, so that a critic of the same class stays untouched.
-        object.__setattr__(inner, "_postprocess", MethodType(postprocess_wrapper(type(inner)._postprocess), inner))
+    if attached(inner) or hasattr(type(inner)._postprocess, MARKER):
+        return
+    if "_postprocess" in vars(inner):
+        raise PatchError(
+            f"the _postprocess of this {type(inner).__name__} is replaced already, by "
+            f"{vars(inner)['_postprocess']!r}; undo that before attaching"
+        )
+    seam = postprocess_wrapper(type(inner)._postprocess)
+    setattr(seam, MARKER, True)
+    # The instance's own attribute, so that a critic of the same class stays untouched.
+    object.__setattr__(inner, "_postprocess", MethodType(seam, inner))
 
 
 def detach(model: Any) -> None:
     """Undo `attach`; nothing happens where it was not."""
-    vars(gpt_model_of(model)).pop("_postprocess", None)
+    if attached(model):
+        del vars(gpt_model_of(model))["_postprocess"]

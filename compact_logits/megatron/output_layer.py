@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +14,7 @@ from compact_logits.exchange import Local, Replicated, RowExchange, SequenceShar
 from compact_logits.megatron.main_grad import MainGrad
 from compact_logits.megatron.refusals import refuse_rows
 from compact_logits.megatron.request import Outcome, Request
+from compact_logits.megatron.thread_forward import forward_replaced
 from compact_logits.projection import score_hidden
 from compact_logits.rows import scatter, select
 from compact_logits.scorers.contract import Scorer
@@ -38,24 +38,22 @@ def armed(
     and entropy of every row, zeros for rows that are not kept.
 
     Only `head.forward` is overridden, on the instance, so that a call still enters through the module and its
-    pre-hooks run (DDP waits there for the weight's all-gather). The first `ordinary_calls` calls, and calls of other
-    threads, are the head's own. On leaving, also by an exception, the head is as it was.
+    pre-hooks run (DDP waits there for the weight's all-gather). One call is answered: the first `ordinary_calls`, all
+    after the answer, and those of other threads are the head's own. On leaving, also by an exception, the head is as
+    it was.
     """
-    ordinary = head.forward
-    owner = threading.get_ident()
-    passed = 0
+    calls = 0
 
     def forward(
+        ordinary: Callable[..., Any],
         input_: Tensor,  # (sequence / tensor-parallel size, batch, hidden)
         weight: Tensor | None = None,
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        nonlocal passed
-        if threading.get_ident() != owner:
-            return ordinary(input_, weight, *args, **kwargs)
-        if passed < ordinary_calls:
-            passed += 1
+        nonlocal calls
+        calls += 1
+        if calls != ordinary_calls + 1:
             return ordinary(input_, weight, *args, **kwargs)
         used = head.weight if weight is None else weight
         reason = refuse_rows(input_, used, request, head.tp_group.size() if head.sequence_parallel else 1)
@@ -66,11 +64,8 @@ def armed(
         request.outcome = Outcome("compact")
         return answer, None
 
-    head.forward = forward
-    try:
+    with forward_replaced(head, forward):
         yield
-    finally:
-        del head.forward
 
 
 def _answer(
@@ -80,20 +75,23 @@ def _answer(
     request: Request,
     logit_scale: float,
 ) -> Tensor:  # (sequence, batch, 2) fp32
-    selection, group = request.selection, head.tp_group
+    selection = request.selection
+    # Megatron leaves the group None where torch.distributed was never started.
+    group = head.tp_group if head.tp_group is not None and head.tp_group.size() > 1 else None
     rows = rearrange(hidden, "sequence batch hidden -> (sequence batch) hidden")
     exchange: RowExchange
     if head.sequence_parallel:
+        assert group is not None, "Megatron switches sequence parallelism off where there is one rank"
         shards = group.size()
         rows = select(rows, selection.of_shard(group.rank(), shards))
         exchange = SequenceSharded(group, selection.counts(shards))
     else:
         rows = select(rows, selection.indices)
-        exchange = Replicated(group) if group.size() > 1 else Local()
-    start = group.rank() * weight.shape[0]
+        exchange = Local() if group is None else Replicated(group)
+    start = 0 if group is None else group.rank() * weight.shape[0]
     base = LogProbScorer(
         targets=selection.targets,
-        shard=VocabShard(start, start + weight.shape[0], group if group.size() > 1 else None),
+        shard=VocabShard(start, start + weight.shape[0], group),
         temperature=request.temperature / logit_scale,
         entropy=request.entropy,
     )

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from megatron.core.config_logger import has_config_logger_enabled
+from megatron.core.inference import utils as inference
+from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from torch import Tensor
 
 from compact_logits.megatron.request import Request
+from compact_logits.megatron.thread_forward import ThreadForwards
 
-__all__ = ["refuse_call", "refuse_head", "refuse_rows"]
+__all__ = ["refuse_call", "refuse_head", "refuse_model", "refuse_rows"]
+
+_HOOKS_ON_OUTPUT = ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def _head_types() -> tuple[type, ...]:
@@ -23,6 +29,31 @@ def _head_types() -> tuple[type, ...]:
     return (ColumnParallelLinear, LinearCrossEntropyModule)
 
 
+def refuse_model(
+    model: Any,  # a GPTModel
+) -> str | None:
+    """Why this model may do something with the result of GPTModel's `_postprocess` that is meant for logits, or `None`.
+
+    A subclass that caps or scales them would cap or scale log-probs. What a wrapper of the model does is not seen here.
+    """
+    for name in ("forward", "_postprocess", "_scale_logits"):
+        if getattr(type(model), name, None) is not getattr(GPTModel, name, None):
+            return f"{type(model).__name__} overrides GPTModel.{name}, and may expect logits there"
+    if "forward" in vars(model):
+        return "the model's forward is overridden on the instance"
+    hooks = _hooks(model)
+    return None if hooks is None else f"the model has {hooks}, which expect logits"
+
+
+def _hooks(module: torch.nn.Module) -> str | None:
+    """The kind of hooks that would meet the module's output, those on every module included. Pre-hooks do not."""
+    everywhere = vars(torch.nn.modules.module)
+    for kind in _HOOKS_ON_OUTPUT:
+        if getattr(module, kind, None) or everywhere.get(f"_global{kind}"):
+            return kind.strip("_").replace("_", " ")
+    return None
+
+
 def refuse_head(
     head: Any,  # the model's output layer
     weight: Tensor | None,  # the tied weight it is called with, if any
@@ -30,11 +61,11 @@ def refuse_head(
     """Why this output layer cannot be projected in chunks, or `None`. Looks at types and flags, never at values."""
     if type(head) not in _head_types():
         return f"the output layer is a {type(head).__name__}, proven are plain ColumnParallelLinear heads"
-    if "forward" in vars(head):
+    if not isinstance(vars(head).get("forward"), ThreadForwards | None):
         return "the output layer's forward is overridden on the instance"
-    for kind in ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks"):
-        if getattr(head, kind, None):
-            return f"the output layer has {kind.strip('_').replace('_', ' ')}, which expect logits"
+    hooks = _hooks(head)
+    if hooks is not None:
+        return f"the output layer has {hooks}, which expect logits"
     config = head.config
     flags = {
         "skip_bias_add": head.skip_bias_add,
@@ -81,7 +112,9 @@ def refuse_call(
         return "the model was called with labels and computes its own loss"
     if arguments.get("output_processor") is not None:
         return "the call has an output processor of its own"
-    if arguments.get("inference_context") is not None or arguments.get("inference_params") is not None:
+    mode = getattr(inference, "InferenceMode", None)  # 0.18 and newer
+    asked = ("inference_context", "inference_params")
+    if any(arguments.get(name) is not None for name in asked) or (mode is not None and mode.is_active()):
         return "the model runs inference"
     if arguments.get("runtime_gather_output"):
         return "the caller asked for logits gathered over the vocabulary"
@@ -90,14 +123,28 @@ def refuse_call(
     if getattr(config, "batch_invariant_mode", False):
         return "batch-invariant mode fixes the order of operations of the full path"
     if getattr(config, "enable_autocast", False):
-        return "autocast is on"
+        return "the schedule runs the model under autocast"
+    if _fp8_autocast():
+        return "an fp8 autocast of Transformer Engine is on"
     if _full_iteration_graph(config) or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
         return "the whole iteration is captured in a CUDA graph, and the number of kept rows changes"
-    if getattr(config, "use_mup", False) and config.mup_output_mult != 1.0 and not native:
+    scale = config.mup_output_mult if getattr(config, "use_mup", False) else 1.0
+    if scale != 1.0 and not native:
         return "MuP scales the logits after the output layer, where this version has no seam"
+    if not scale > 0:
+        return f"MuP multiplies the logits by {scale}, proven are positive scales"
     if config.mtp_num_layers and not native and "mtp_kwargs" not in arguments:
         return "multi-token prediction shares the output layer in a way not proven for this version"
     return None
+
+
+def _fp8_autocast() -> bool:
+    """Asked of Transformer Engine only where something else has imported it, in the module where it has the answer."""
+    for name in ("transformer_engine.pytorch.fp8", "transformer_engine.pytorch.quantization"):
+        manager = getattr(sys.modules.get(name), "FP8GlobalStateManager", None)
+        if manager is not None and manager.is_fp8_enabled():
+            return True
+    return False
 
 
 def _full_iteration_graph(config: Any) -> bool:
@@ -121,4 +168,9 @@ def refuse_rows(
         return f"the model has {rows} rows and the loss mask was marked for {request.selection.num_rows}"
     if hidden.dtype != weight.dtype:
         return f"the hidden states are {hidden.dtype} and the output weight {weight.dtype}"
+    if request.selection.indices.device != hidden.device:
+        return f"the row selection is on {request.selection.indices.device}, the hidden states on {hidden.device}"
+    kind = hidden.device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        return "autocast is on"
     return None

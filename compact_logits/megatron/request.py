@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from compact_logits.errors import InputError
 from compact_logits.rows import RowSelection
@@ -44,6 +45,7 @@ class Request:
     chunk_bytes: int | None = None
     strict: bool = False
     outcome: Outcome | None = None
+    _answer: StorageWeakRef | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         check_entropy(self.entropy)
@@ -58,6 +60,24 @@ class Request:
     def compact(self) -> bool:
         """Whether the model's output holds this request's scalars instead of logits."""
         return self.outcome is not None and self.outcome.path == "compact"
+
+    @property
+    def reason(self) -> str:
+        """Why the full path ran; empty where it did not, or the seam was never reached."""
+        return "" if self.outcome is None else self.outcome.reason
+
+    def give(self, answer: Tensor) -> Tensor:
+        """Take note of what the model's head returns for this request, and return it."""
+        self._answer = StorageWeakRef(answer.untyped_storage())
+        return answer
+
+    def answered_by(self, output: Tensor) -> bool:
+        """Whether `output` is what the head returned, by its memory: also where it was detached since, as a schedule
+        plan does it; not where somebody has made another tensor of it, and not the logits of another model that was
+        called with the same loss mask.
+        """
+        answer = self._answer
+        return self.compact and answer is not None and answer.cdata == StorageWeakRef(output.untyped_storage()).cdata
 
 
 def mark(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -12,8 +13,8 @@ from torch import Tensor
 from compact_logits.errors import PatchError, RefusedError
 from compact_logits.megatron.output_layer import armed
 from compact_logits.megatron.processor import PROCESSOR_PARAMETERS, output_processor
-from compact_logits.megatron.refusals import refuse_call, refuse_head
-from compact_logits.megatron.request import Outcome, request_of
+from compact_logits.megatron.refusals import refuse_call, refuse_head, refuse_model
+from compact_logits.megatron.request import Outcome, Request, request_of
 
 __all__ = ["NEEDED_PARAMETERS", "postprocess_wrapper"]
 
@@ -28,18 +29,48 @@ def postprocess_wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
     A call whose loss mask carries no request goes through untouched, object for object. Where the version has the
     official output-processor contract, the wrapper only adds an output processor to the call; where it has not, the
     output layer is armed for the time of the call. A refused call runs `original` as it came; the reason stands in the
-    request's outcome and is logged once, or raised as `RefusedError` if the request is strict.
+    request's outcome and is logged once, or raised as `RefusedError` if the request is strict. Where the call raises,
+    the request is as it was before.
     Raises `PatchError` where `original` has not the parameters this relies on.
     """
     signature = inspect.signature(original)
     missing = [name for name in NEEDED_PARAMETERS if name not in signature.parameters]
     if missing:
         raise PatchError(
-            f"GPTModel._postprocess has no parameter {missing[0]!r}: this Megatron version is not one "
+            f"{original.__qualname__} has no parameter {missing[0]!r}: this version of it is not one "
             f"compact_logits is proven with; unset COMPACT_LOGITS or use a supported version"
         )
     native = all(name in signature.parameters for name in PROCESSOR_PARAMETERS)
     told: set[str] = set()
+
+    def tell(message: str) -> None:
+        kind = re.sub(r"\d+", "#", message)  # once, however many row counts it is said of
+        if kind not in told:
+            told.add(kind)
+            logger.warning(message)
+
+    def run(self: Any, request: Request, bound: inspect.BoundArguments) -> Tensor | None:
+        """What the model returns, with the request's outcome settled; `None` where `original` has not run."""
+        tied = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        reason = (
+            refuse_model(self)
+            or refuse_call(self, bound.arguments, native=native)
+            or refuse_head(self.output_layer, tied)
+        )
+        if reason is not None:
+            request.outcome = Outcome("full", reason)
+            return None
+        result: Tensor
+        if native:
+            bound.arguments.update(output_processor=output_processor, output_processor_context=(self, request))
+            result = original(*bound.args, **bound.kwargs)
+        else:
+            with armed(self.output_layer, request, ordinary_calls=_mtp_calls(self, bound.arguments)):
+                result = original(*bound.args, **bound.kwargs)
+        if request.outcome is None:
+            seam = "output processor was accepted" if native else "output layer was armed"
+            request.outcome = Outcome("full", f"the {seam} but never called")
+        return result
 
     def _postprocess(self: Any, *args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(self, *args, **kwargs)
@@ -47,29 +78,23 @@ def postprocess_wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
         if request is None or not self.post_process:
             return original(self, *args, **kwargs)
         bound.apply_defaults()
+        before = request.outcome
         request.outcome = None
-        result: Tensor | None = None
-        tied = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
-        reason = refuse_call(self, bound.arguments, native=native) or refuse_head(self.output_layer, tied)
-        if reason is not None:
-            request.outcome = Outcome("full", reason)
-        elif native:
-            bound.arguments.update(output_processor=output_processor, output_processor_context=(self, request))
-            result = original(*bound.args, **bound.kwargs)
-        else:
-            with armed(self.output_layer, request, ordinary_calls=_mtp_calls(self, bound.arguments)):
-                result = original(self, *args, **kwargs)
+        try:
+            result = run(self, request, bound)
+        except BaseException:
+            # Activation checkpointing ends a forward that way too, once it has what backward needs.
+            request.outcome = before
+            raise
         if request.compact and result is not None:
+            if self.config.mtp_num_layers:
+                tell("multi-token prediction still builds logits of every row for its own heads")
             # The layer's result may come back as a view; pipeline schedules free outputs that own their storage.
-            return result if result._base is None else result.clone()
-        if request.outcome is None:
-            request.outcome = Outcome("full", "the output processor was accepted but never called")
-        reason = request.outcome.reason
+            return request.give(result if result._base is None else result.clone())
+        reason = request.reason
         if request.strict:
             raise RefusedError(f"COMPACT_LOGITS=strict: {reason}; set COMPACT_LOGITS=1 to let the full path run")
-        if reason not in told:
-            told.add(reason)
-            logger.warning("full path: %s", reason)
+        tell(f"full path: {reason}")
         return original(self, *args, **kwargs) if result is None else result
 
     _postprocess.__wrapped__ = original  # type: ignore[attr-defined]

@@ -37,7 +37,7 @@ class LogProbScorer:
 
     The shifted form loses nothing for large logits, where `M + log S` would round at the scale of `M`.
     Gradients: `d log p_t / dz_j = [j = t] - p_j` and `dH / dz_j = - p_j (log p_j + H)`, divided by the temperature.
-    An id that no shard owns has a NaN log-prob, and its row NaN gradients: no number that could be mistaken for one.
+    An id that no shard owns, or two, has a NaN log-prob, and its row NaN gradients: no number to be mistaken for one.
     """
 
     targets: Tensor  # (rows,) int64, global
@@ -104,11 +104,10 @@ class LogProbScorer:
         self,
         ranks: Tensor,  # (ranks, rows, stats_width) fp32
     ) -> Tensor:  # (rows,)
-        """The target's tempered logit, from whichever rank owns it."""
-        selected = ranks[0, :, 2]
-        for other in ranks[1:, :, 2]:
-            selected = torch.fmax(selected, other)  # NaN stands for "not mine"
-        return selected
+        """The target's tempered logit, from the one rank that owns it; NaN where none does, or more than one."""
+        of_ranks = ranks[:, :, 2]
+        owned = ~of_ranks.isnan()  # NaN stands for "not mine"
+        return torch.where(owned, of_ranks, 0.0).sum(dim=0).masked_fill_(owned.sum(dim=0) != 1, torch.nan)
 
     def d_logits_(
         self, z: Tensor, spare: Tensor | None, rows: slice, saved: tuple[Tensor, ...], grads: tuple[Tensor | None, ...]
