@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         named = {field.name: getattr(args, field.name) for field in fields(Sizes) if hasattr(args, field.name)}
         sizes = Sizes(**{**named, "dtype": _DTYPES[args.dtype], "training": not args.forward_only})
-        # In torch 2.13 a compiled loss_parallel that comes from the cache on disk gives wrong numbers; the ranks inherit.
+        # In torch 2.13 a compiled loss_parallel from the cache on disk gives wrong numbers; the ranks inherit this.
         os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
         try:
             ranks: list[list[Measured]] = launch(args.ranks, bench_rank, sizes, args.root, not args.uncompiled_only)
