@@ -14,7 +14,11 @@ from compact_logits.errors import CompactLogitsError, ConfigError
 __all__ = ["main"]
 
 # Each module has `add_arguments(parser)` and `run(args) -> int`.
-_COMMANDS = {"demo": "train a small GPTModel on the full and on the compact path, on the CPU, and compare"}
+_COMMANDS = {
+    "demo": "train a small GPTModel on the full and on the compact path, on the CPU, and compare",
+    "doctor": "say what is installed, which seam is used, and what is on, off or refused, and why",
+    "plan": "say how much memory the head takes on both paths, and which micro-batch fits a card",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -10,7 +10,7 @@ from typing import IO, Any
 
 from compact_logits.errors import InputError
 
-__all__ = ["MAX_LINE_BYTES", "SHIPPED", "Rollout", "pack_rollouts", "read_rollouts"]
+__all__ = ["MAX_LINE_BYTES", "SHIPPED", "Rollout", "checked_rollout", "pack_rollouts", "read_rollouts"]
 
 # Generated, ids below 512: a system and a user prompt, then turns of an assistant (mask 1) and of tools (mask 0), whose
 # outputs are most of the tokens. One trajectory failed, and is masked throughout.
@@ -101,6 +101,11 @@ def _parse(line: bytes, vocab: int) -> Rollout:
         raise InputError("needed one JSON object, got brackets nested too deeply") from None
     if not isinstance(record, dict):
         raise InputError(f"needed a JSON object with {', '.join(_FIELDS)}, got {_shown(record)}")
+    return checked_rollout(record, vocab)
+
+
+def checked_rollout(record: dict[str, Any], vocab: int) -> Rollout:
+    """The rollout that `record` describes. Raises `InputError` as `read_rollouts` does, without file and line."""
     for field in _FIELDS:
         if field not in record:
             raise InputError(f"needed the fields {', '.join(_FIELDS)}, got none named {field}")

@@ -1,0 +1,107 @@
+"""What the doctor found, as tables or as JSON."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from compact_logits.cli.environment import Seam, Setting, Version
+from compact_logits.cli.launch_script import Launch
+from compact_logits.cli.slime_recipe import Decision
+from compact_logits.cli.tables import print_table
+from compact_logits.findings import Finding
+
+__all__ = ["Diagnosis"]
+
+_INSTALL = "--custom-megatron-init-path compact_logits.integrations.slime.install"
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """The whole of it; `launch` and `recipe` where a recipe was asked about."""
+
+    versions: list[Version]
+    seam: Seam
+    setting: Setting
+    findings: list[Finding]
+    launch: Launch | None = None
+    recipe: Decision | None = None
+
+    @property
+    def refused(self) -> bool:
+        """Whether something that was asked for gets the full path, as far as can be told."""
+        asked = self.setting.enabled and any(finding.state == "refused" for finding in self.findings)
+        return asked or self.setting.config is None or (self.recipe is not None and self.recipe.refused)
+
+    def as_json(self) -> dict[str, Any]:
+        """For a JSON file."""
+        config = self.setting.config
+        report: dict[str, Any] = {
+            "refused": self.refused,
+            "versions": [asdict(version) for version in self.versions],
+            "seam": asdict(self.seam),
+            "setting": {
+                "variables": self.setting.variables,
+                "valid": config is not None,
+                "mode": config.mode if config else None,
+                "chunk_bytes": config.chunk_bytes if config else None,
+                "error": self.setting.error,
+            },
+            "integrations": [asdict(finding) for finding in self.findings],
+        }
+        if self.recipe is not None and self.launch is not None:
+            report["slime_recipe"] = {
+                **asdict(self.recipe),
+                "settings": self.launch.settings,
+                "notes": self.launch.notes,
+            }
+        return report
+
+    def print_tables(self) -> None:
+        """The same for reading; needs rich."""
+        versions = [(each.name, each.version or "not installed", each.location) for each in self.versions]
+        print_table("Versions", ("", "version", "from"), versions)
+        rows = [
+            ("seam", self.seam.kind, self.seam.reason),
+            *[(name, value, "") for name, value in self.setting.variables.items()],
+            ("setting", *self._setting()),
+        ]
+        print_table("Switch", ("", "", ""), rows)
+        found = [(each.name, each.state, each.reason, each.remedy) for each in self.findings]
+        print_table("Integrations", ("", "state", "why", "remedy"), found)
+        if self.recipe is not None and self.launch is not None:
+            self._print_recipe(self.recipe, self.launch)
+
+    def _setting(self) -> tuple[str, str]:
+        config = self.setting.config
+        if config is None:
+            return "not valid", self.setting.error
+        told = "COMPACT_LOGITS is unset or 0" if config.mode == "off" else f"chunks of {config.chunk_bytes:,} bytes"
+        return config.mode, told
+
+    def _print_recipe(self, recipe: Decision, launch: Launch) -> None:
+        decided = [
+            (
+                row.flag,
+                f"{row.value} (assumed)" if row.assumed else row.value,
+                _verdict(row.verdict, row.reason),
+                row.remedy,
+            )
+            for row in recipe.rows
+        ]
+        print_table("The slime recipe, flag by flag", ("flag", "value", "verdict", "remedy"), decided)
+        assumed = sum(row.assumed for row in recipe.rows)
+        print(f"verdict: {recipe.verdict}{' as far as can be told' if recipe.unknown else ''}")
+        print(f"{assumed} of {len(recipe.rows)} flags are not given, and slime's defaults for them assumed")
+        for unknown in recipe.unknown:
+            print(f"not known: {unknown}")
+        for note in launch.notes:
+            print(f"note: {note}")
+        if not recipe.installs:
+            print(f"not switched on by this recipe: add {_INSTALL}")
+        if "COMPACT_LOGITS" not in launch.settings:
+            print("not set by this recipe: COMPACT_LOGITS=1, which the training actors' environment needs")
+
+
+def _verdict(verdict: str, reason: str) -> str:
+    return f"{verdict}: {reason}" if reason else verdict

@@ -1,0 +1,155 @@
+"""What is installed here, which seam of Megatron's GPTModel is there, and what the environment asks for."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import inspect
+import logging
+import platform
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass
+from typing import Literal
+
+from compact_logits.config import Config
+from compact_logits.errors import CompactLogitsError, ConfigError
+from compact_logits.findings import Finding
+from compact_logits.integrations import INTEGRATIONS
+
+__all__ = ["Seam", "Setting", "Version", "find_seam", "find_versions", "findings", "read_setting"]
+
+# Distribution and module of what matters here.
+_PACKAGES = (
+    ("compact-logits", "compact_logits"),
+    ("torch", "torch"),
+    ("megatron-core", "megatron.core"),
+    ("einops", "einops"),
+    ("transformer-engine", "transformer_engine"),
+    ("slime", "slime"),
+    ("verl", "verl"),
+    ("torchforge", "forge"),
+    ("torchtitan", "torchtitan"),
+    ("rich", "rich"),
+    ("matplotlib", "matplotlib"),
+)
+
+
+@dataclass(frozen=True)
+class Version:
+    """`version` is None where nothing is installed, and "unknown" for a source tree that does not say."""
+
+    name: str
+    version: str | None
+    location: str = ""
+
+
+@dataclass(frozen=True)
+class Seam:
+    """How a GPTModel is entered: by its own contract, by a patch guarded by signature, or not at all, for `reason`."""
+
+    kind: Literal["official output processor", "guarded patch", "none"]
+    reason: str
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The variables as they are, and what they come to; `config` is None where they are not valid, for `error`."""
+
+    variables: dict[str, str]
+    config: Config | None
+    error: str = ""
+
+    @property
+    def enabled(self) -> bool:
+        return self.config is None or self.config.enabled
+
+
+def find_versions() -> list[Version]:
+    """Versions by what installers noted, or by the module itself; nothing but megatron.core's parent is imported."""
+    found = [Version("python", platform.python_version(), sys.executable)]
+    for name, module in _PACKAGES:
+        try:
+            spec = importlib.util.find_spec(module)
+        except (ImportError, ValueError, AttributeError):
+            spec = None
+        if spec is None:
+            found.append(Version(name, None))
+            continue
+        folders = list(spec.submodule_search_locations or [])
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            version = "unknown"
+        found.append(Version(name, version, folders[0] if folders else spec.origin or ""))
+    return found
+
+
+def find_seam() -> Seam:
+    """Look at the signature of `GPTModel._postprocess`, as the patch itself does. Imports megatron-core."""
+    with _quiet():
+        try:
+            model = importlib.import_module("megatron.core.models.gpt").GPTModel
+            needed = importlib.import_module("compact_logits.megatron.seam").NEEDED_PARAMETERS
+            official = importlib.import_module("compact_logits.megatron.processor").PROCESSOR_PARAMETERS
+        except (Exception, SystemExit) as error:
+            # Whatever a broken installation raises is what its user needs to hear of.
+            return Seam("none", f"megatron-core cannot be imported: {_told(error)}")
+    postprocess = getattr(model, "_postprocess", None)
+    if postprocess is None:
+        return Seam("none", "this megatron-core's GPTModel has no _postprocess: 0.16 or newer is needed")
+    parameters = inspect.signature(postprocess).parameters
+    missing = [name for name in needed if name not in parameters]
+    if missing:
+        return Seam("none", f"GPTModel._postprocess has no parameter {missing[0]}, which the compact path relies on")
+    if all(name in parameters for name in official):
+        return Seam("official output processor", f"GPTModel._postprocess takes {' and '.join(official)}")
+    return Seam(
+        "guarded patch", f"GPTModel._postprocess takes no {official[0]}: the output layer is armed for each call"
+    )
+
+
+def read_setting(environ: Mapping[str, str]) -> Setting:
+    """What `COMPACT_LOGITS...` variables say."""
+    variables = {name: value for name, value in sorted(environ.items()) if name.startswith("COMPACT_LOGITS")}
+    try:
+        return Setting(variables, Config.from_env(environ))
+    except ConfigError as error:
+        return Setting(variables, None, str(error))
+
+
+def findings(names: tuple[str, ...] = INTEGRATIONS) -> list[Finding]:
+    """What each integration reports of itself. Imports the frameworks that are installed."""
+    found: list[Finding] = []
+    for name in names:
+        with _quiet():
+            try:
+                found += importlib.import_module(f"compact_logits.integrations.{name}").check()
+            except CompactLogitsError as error:
+                found.append(Finding(name, "refused", str(error), "correct the environment variable"))
+            except (Exception, SystemExit) as error:
+                # As above. One framework that cannot be imported says nothing of the others.
+                remedy = "repair that installation, or ask for the others only"
+                found.append(Finding(name, "refused", f"it cannot be looked at: {_told(error)}", remedy))
+    return found
+
+
+def _told(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Frameworks tell of optional packages that they miss when they are imported; standard output is for the report."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings(), redirect_stdout(sys.stderr):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
