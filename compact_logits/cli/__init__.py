@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -46,6 +47,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except RankFailed as error:
         print(f"{name}: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:
+        # Whoever read the output has enough. Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
         print(f"{name}: interrupted", file=sys.stderr)

@@ -8,7 +8,7 @@ from typing import Any
 from compact_logits.cli.environment import Seam, Setting, Version
 from compact_logits.cli.launch_script import Launch
 from compact_logits.cli.slime_recipe import Decision
-from compact_logits.cli.tables import print_table
+from compact_logits.cli.tables import print_table, printable
 from compact_logits.findings import Finding
 
 __all__ = ["Diagnosis"]
@@ -81,27 +81,20 @@ class Diagnosis:
 
     def _print_recipe(self, recipe: Decision, launch: Launch) -> None:
         decided = [
-            (
-                row.flag,
-                f"{row.value} (assumed)" if row.assumed else row.value,
-                _verdict(row.verdict, row.reason),
-                row.remedy,
-            )
-            for row in recipe.rows
+            (row.flag, f"{row.value} (assumed)" if row.assumed else row.value, row.verdict) for row in recipe.rows
         ]
-        print_table("The slime recipe, flag by flag", ("flag", "value", "verdict", "remedy"), decided)
+        print_table("The slime recipe, flag by flag", ("flag", "value", "verdict"), decided)
+        for row in recipe.rows:
+            if row.reason:
+                print(printable(f"{row.flag} {row.value}: {row.reason}; {row.remedy}"))
         assumed = sum(row.assumed for row in recipe.rows)
         print(f"verdict: {recipe.verdict}{' as far as can be told' if recipe.unknown else ''}")
         print(f"{assumed} of {len(recipe.rows)} flags are not given, and slime's defaults for them assumed")
         for unknown in recipe.unknown:
-            print(f"not known: {unknown}")
+            print(printable(f"not known: {unknown}"))
         for note in launch.notes:
-            print(f"note: {note}")
+            print(printable(f"note: {note}"))
         if not recipe.installs:
             print(f"not switched on by this recipe: add {_INSTALL}")
         if "COMPACT_LOGITS" not in launch.settings:
             print("not set by this recipe: COMPACT_LOGITS=1, which the training actors' environment needs")
-
-
-def _verdict(verdict: str, reason: str) -> str:
-    return f"{verdict}: {reason}" if reason else verdict

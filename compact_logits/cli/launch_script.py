@@ -71,9 +71,10 @@ def read_launch_script(path: Path) -> Launch:
 
     Raises `InputError`, in one line, for a file that can't be read as a script or in which neither is called.
     """
-    reader = _Reader(path.resolve().parent)
     try:
-        reader.read(_script_text(path))
+        text = _script_text(path)
+        reader = _Reader(path.resolve().parent)
+        reader.read(text)
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
     if not reader.launches:
@@ -83,12 +84,17 @@ def read_launch_script(path: Path) -> Launch:
 
 def _script_text(path: Path) -> str:
     try:
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise InputError("needed a file, got a folder or a device")
-        with path.open("rb") as file:
-            content = file.read(MAX_SCRIPT_BYTES + 1)
-    except OSError as error:
-        raise InputError(f"needed a readable launch script: {error.strerror}") from None
+        # Not opened before that is known: a pipe would be waited for, a device may have no end.
+        is_file = stat.S_ISREG(path.stat().st_mode)
+        content = b""
+        if is_file:
+            with path.open("rb") as file:
+                content = file.read(MAX_SCRIPT_BYTES + 1)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise InputError(f"needed a readable launch script: {reason}") from None
+    if not is_file:
+        raise InputError("needed a file, got a folder or a device")
     if len(content) > MAX_SCRIPT_BYTES or b"\0" in content:
         raise InputError(f"needed a launch script of at most {MAX_SCRIPT_BYTES} bytes of text, got something else")
     if path.suffix == ".py" or re.match(rb"#!.*python", content):

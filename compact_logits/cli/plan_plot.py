@@ -48,23 +48,29 @@ def plot(plan: Plan, cp: int, preset: Preset, path: Path) -> None:
     parallel = f"TP {head.tp}{' with SP' if head.tp > 1 and head.sequence_parallel else ''}, CP {cp}"
     figure.suptitle(f"Peak memory of the LM head on one rank: {preset.name}, vocabulary {head.vocab:,}, {parallel}")
     panels = (
-        (left, [rows * cp for rows in lengths], by_length, f"tokens of a micro-batch, {density:.0%} kept"),
-        (right, densities, by_density, f"share of rows kept, {head.rows * cp:,} tokens"),
+        (
+            left,
+            [rows * cp for rows in lengths],
+            by_length,
+            f"tokens of a micro-batch, {density:.0%} kept",
+            head.rows * cp,
+        ),
+        (right, densities, by_density, f"share of rows kept, {head.rows * cp:,} tokens", density or min(densities)),
     )
-    for axes, x, peaks, label in panels:
+    for axes, x, peaks, label, here in panels:
         for place, (name, color) in enumerate((("full path", _FULL), ("compact path", _COMPACT))):
             axes.plot(x, [peak[place] / _GIB for peak in peaks], "o-", color=color, label=name, markersize=4)
+        axes.axvline(here, color=_CARD, linewidth=0.8, alpha=0.5, label="this plan")
         if plan.free_bytes is not None:
             axes.axhline(plan.free_bytes / _GIB, color=_CARD, linestyle="--", label="free on the card")
         axes.set_xlabel(label)
         axes.set_xscale("log", base=2 if axes is left else 10)
         axes.set_yscale("log", base=2)
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g} GiB" if value >= 1 else f"{value * 1024:g} MiB")
         axes.grid(True, alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
     left.xaxis.set_major_formatter(lambda value, _: f"{value / 1024:g}k" if value >= 1024 else f"{value:g}")
     right.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-    left.set_ylabel("GiB")
     left.legend(frameon=False)
     try:
         figure.savefig(path)

@@ -88,7 +88,8 @@ class PlanReport:
                 ("largest micro-batch, tokens", *map(_at_least, most, (full, compact)), _times(most[1], most[0]))
             )
         parallel = f"TP {head.tp}{' with SP' if head.tp > 1 and head.sequence_parallel else ''}, CP {self.cp}"
-        title = f"{self.preset.name}: vocabulary {head.vocab:,}, hidden {head.hidden:,}; {parallel}"
+        vocab = f"{self.preset.vocab:,}" + (f" (padded: {head.vocab:,})" if head.vocab != self.preset.vocab else "")
+        title = f"{self.preset.name}: vocabulary {vocab}, hidden {head.hidden:,}; {parallel}"
         print_table(title, ("", "full path", "compact path", "times"), rows, numbers=True)
         print(f"sizes from {self.preset.source}")
         owner = "the embedding's, tied" if self.preset.tied else "the head's own"

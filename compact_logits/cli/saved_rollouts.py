@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import stat
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -30,7 +32,8 @@ def read_any_rollouts(path: str | Path, *, vocab: int) -> list[Rollout]:
     """
     try:
         with open(path, "rb") as file:
-            head = file.read(4)
+            # A pipe's bytes are there once, and torch saves into files.
+            head = file.read(4) if stat.S_ISREG(os.fstat(file.fileno()).st_mode) else b""
     except OSError as error:
         raise InputError(f"needed a readable file of rollouts, got {path}: {error.strerror}") from None
     if head == _ZIP:

@@ -8,7 +8,7 @@ from typing import Any
 
 from compact_logits.errors import ConfigError
 
-__all__ = ["need_rich", "print_table"]
+__all__ = ["need_rich", "print_table", "printable"]
 
 
 def need_rich(command: str) -> None:
@@ -29,10 +29,10 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]
     for place, column in enumerate(columns):
         table.add_column(column, justify="right" if numbers and place else "left", overflow="fold", no_wrap=not place)
     for row in rows:
-        table.add_row(*[Text(_printable(cell)) for cell in row])
+        table.add_row(*[Text(printable(cell)) for cell in row])
     Console().print(table)
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
     """Without control characters, which a script or a file may hold and a terminal obeys."""
     return "".join(each if each.isprintable() or each == "\n" else "\N{REPLACEMENT CHARACTER}" for each in text)
