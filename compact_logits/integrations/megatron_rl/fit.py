@@ -18,6 +18,7 @@ __all__ = ["Path", "Policy", "head_bytes", "largest_micro_batch"]
 Path = Literal["gathered", "compact"]
 
 _LARGEST = 4096
+_SIMULATED = 16  # sequences that are run one by one
 
 
 @dataclass(frozen=True)
@@ -65,10 +66,16 @@ def head_bytes(policy: Policy, micro_batch: int, path: Path) -> HeadBytes:
     """
     if path == "compact":
         return simulate(policy.size_of(micro_batch), "compact")
-    if micro_batch <= 3:
+    if micro_batch <= _SIMULATED:
         return _gathered(policy, micro_batch)
-    # Each further sequence adds the same.
-    return _gathered(policy, 3).extended(_gathered(policy, 2), micro_batch - 3)
+    # Each further sequence adds the same, once there are enough of them that the worst moment stays the worst.
+    most, less = _gathered(policy, _SIMULATED), _gathered(policy, _SIMULATED - 1)
+    further = micro_batch - _SIMULATED
+    return HeadBytes(
+        forward=most.forward + further * (most.forward - less.forward),
+        saved=most.saved + further * (most.saved - less.saved),
+        backward=most.backward + further * (most.backward - less.backward),
+    )
 
 
 def largest_micro_batch(policy: Policy, path: Path, memory: int, *, bytes_per_sequence: int = 0) -> int:
