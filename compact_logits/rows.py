@@ -35,15 +35,21 @@ class RowSelection:
     ) -> RowSelection:
         """Select the rows where `keep` is set. Collectives: none. Device synchronisation: none.
 
-        Raises `InputError` where a kept row has no label (the last token of a sequence, padding) and where `keep` or
-        `label_source` is not on the CPU. `indices` and `targets` are on the device of `tokens`.
+        Raises `InputError` where a kept row has no label (the last token of a sequence, padding) or one beyond
+        `tokens`, and where `keep` or `label_source` is not on the CPU. `indices` and `targets` are on the device of
+        `tokens`.
         """
         if keep.device.type != "cpu" or label_source.device.type != "cpu":
             raise InputError("needed keep and label_source on the CPU; copy the loss mask there once a micro-batch")
-        if keep.dtype != torch.bool or keep.shape != label_source.shape or keep.dim() != 1:
+        if (keep.dtype, label_source.dtype) != (torch.bool, torch.int64) or keep.shape != label_source.shape:
             raise InputError(
                 f"needed bool keep and int64 label_source of one length, got {tuple(keep.shape)} of {keep.dtype} "
                 f"and {tuple(label_source.shape)} of {label_source.dtype}"
+            )
+        if keep.dim() != 1 or tokens.dim() != 1 or tokens.is_floating_point() or tokens.dtype == torch.bool:
+            raise InputError(
+                f"needed keep (rows,) and integer tokens (tokens,), got {tuple(keep.shape)} and "
+                f"{tuple(tokens.shape)} of {tokens.dtype}"
             )
         host_indices = keep.nonzero().squeeze(1)
         sources = label_source[host_indices]
@@ -52,6 +58,12 @@ class RowSelection:
             raise InputError(
                 f"row {row} is kept but has no label: it is the last token of its sequence, or padding; "
                 f"the loss mask must be aligned to the row that predicts the token"
+            )
+        if bool((sources >= tokens.shape[0]).any()):
+            row = int(host_indices[sources >= tokens.shape[0]][0])
+            raise InputError(
+                f"row {row} is kept but its label is token {int(label_source[row])} of only {tokens.shape[0]}; "
+                f"pass the tokens of all the micro-batch's sequences"
             )
         return cls(
             indices=host_indices.to(tokens.device, non_blocking=True),
