@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import stat
+import warnings
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,9 @@ def read_any_rollouts(path: str | Path, *, vocab: int) -> list[Rollout]:
 def _read_saved(path: str | Path, vocab: int) -> list[Rollout]:
     _check_archive(path)
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of pickle protocols that slime does not write
+            content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         # A damaged or hostile archive makes torch's reader raise almost anything.
         raise InputError(f"{path}: needed tensors and plain values as slime saves them, {_told(error)}") from None
