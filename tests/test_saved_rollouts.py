@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import subprocess
+import sys
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,8 @@ import torch
 
 from compact_logits.cli.saved_rollouts import MAX_TOKENS, read_any_rollouts
 from compact_logits.errors import CompactLogitsError
+from tests.slime_real.tree import needs_trees
+from tests.support.source_tree import ROOT
 
 # As slime's Sample.to_dict has it, less what is of no matter here.
 SAMPLE: dict[str, Any] = {
@@ -146,3 +150,30 @@ def test_a_line_of_a_gibibyte_is_not_read(tmp_path: Path) -> None:
         file.write(b'{"tokens": [')
         file.truncate(2**30)
     check(path, "needed a line of at most 16777216 bytes, got a longer one")
+
+
+SAVE = """
+import sys, torch
+from tests.slime_real.tree import load_actor
+load_actor()
+from slime.observability.rollout_data_utils import save_debug_rollout_data
+from slime.utils.types import Sample
+samples = [
+    Sample(index=0, prompt="p", tokens=[1, 2, 3, 4], response_length=2, loss_mask=[0, 1], reward=1.0,
+           status=Sample.Status.TRUNCATED, rollout_log_probs=[-0.5, -0.25]),
+    Sample(index=1, tokens=[1, 2, 3], response_length=2, status=Sample.Status.COMPLETED),
+    Sample(index=2, tokens=[1, 2, 3], response_length=1, remove_sample=True, status=Sample.Status.ABORTED,
+           rollout_top_p_token_ids=torch.tensor([3]), rollout_top_p_token_offsets=torch.tensor([0, 1])),
+]
+save_debug_rollout_data(sys.argv[1] + "/{rollout_id}.pt", samples, rollout_id=7, evaluation=False)
+"""
+
+
+@needs_trees
+def test_a_file_that_slime_itself_has_saved(tmp_path: Path) -> None:
+    call = [sys.executable, "-c", SAVE, str(tmp_path)]
+    done = subprocess.run(call, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    rollouts = read_any_rollouts(tmp_path / "7.pt", vocab=10)
+    assert [rollout.tokens for rollout in rollouts] == [[1, 2, 3, 4], [1, 2, 3], [1, 2, 3]]
+    assert [rollout.loss_mask for rollout in rollouts] == [[0, 1], [1, 1], [0]]
