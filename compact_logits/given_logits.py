@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+from einops import rearrange
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -14,7 +15,16 @@ from compact_logits.chunks import Scratch, plan_chunks, work_dtype
 if TYPE_CHECKING:
     from compact_logits.scorers.contract import Scorer
 
-__all__ = ["score_logits"]
+__all__ = ["rows_of", "score_logits"]
+
+
+def rows_of(
+    logits: Tensor,  # (..., vocab_local)
+) -> Tensor:  # (rows, vocab_local) or (batch, rows, vocab_local)
+    """One axis of rows, but two where the strides of the two let no view join them."""
+    if logits.dim() == 3 and logits.shape[1] > 1 and logits.stride(0) != logits.shape[1] * logits.stride(1):
+        return logits
+    return rearrange(logits, "... vocab -> (...) vocab")
 
 
 def score_logits(

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from compact_logits.errors import InputError
 from compact_logits.scorers.log_prob import LogProbScorer
+from compact_logits.scorers.temperature import inverse_temperature
 
 __all__ = ["CompiledLogProbScorer"]
 
@@ -46,7 +47,7 @@ class CompiledLogProbScorer(LogProbScorer):
             return
         ids, owned = self.shard.local_ids(self.targets[rows])
         maximum, log_sum = saved[0], saved[1]
-        scale = self.inverse_temperature(rows, log_sum)
+        scale = inverse_temperature(self.temperature, rows, log_sum)
         factor = -grads[0] * (-log_sum).exp() * scale
         at_target = (grads[0] * scale).masked_fill(~owned, 0.0)
         _, d_logits_ = _compiled()

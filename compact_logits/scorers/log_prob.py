@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
-from einops import rearrange
 from torch import Tensor
 
 from compact_logits import validation
 from compact_logits.errors import InputError
-from compact_logits.given_logits import score_logits
+from compact_logits.given_logits import rows_of, score_logits
 from compact_logits.projection import as_autocast, score_hidden
+from compact_logits.scorers.temperature import inverse_temperature, temper_
 from compact_logits.vocab_parallel import VocabShard, gather_stats, merge_softmax
 
 __all__ = ["Entropy", "LogProbScorer", "TokenStats", "check_entropy", "linear_log_probs", "log_probs"]
@@ -66,7 +66,7 @@ class LogProbScorer:
         if self.shard.size == 0:
             stats[:, 0], stats[:, 2] = -torch.inf, torch.nan
             return stats
-        self._temper_(z, rows)
+        temper_(z, self.temperature, rows)
         ids, owned = self.shard.local_ids(self.targets[rows])
         stats[:, 2] = z.gather(1, ids[:, None]).squeeze(1).masked_fill_(~owned, torch.nan)
         maximum = z.amax(dim=1)
@@ -114,11 +114,11 @@ class LogProbScorer:
     ) -> None:
         if self.shard.size == 0:
             return
-        self._temper_(z, rows)
+        temper_(z, self.temperature, rows)
         maximum, log_sum = saved[0], saved[1]
         d_log_prob = grads[0] if grads[0] is not None else torch.zeros_like(log_sum)
         d_entropy = grads[1] if len(grads) > 1 else None
-        scale = self.inverse_temperature(rows, log_sum)
+        scale = inverse_temperature(self.temperature, rows, log_sum)
         inverse_sum = (-log_sum).exp() * scale
         z.sub_(maximum[:, None])
         if d_entropy is None:
@@ -144,22 +144,6 @@ class LogProbScorer:
         # One id a row, so reading, adding and writing back is exact and deterministic where scatter_add_ is not.
         ids, owned = self.shard.local_ids(self.targets[rows])
         z.scatter_(1, ids[:, None], z.gather(1, ids[:, None]) + values.masked_fill(~owned, 0.0)[:, None])
-
-    def inverse_temperature(
-        self,
-        rows: slice,
-        like: Tensor,  # (block,)
-    ) -> Tensor:  # (block,)
-        """`d (z / T) / dz` of each row."""
-        if isinstance(self.temperature, Tensor):
-            return self.temperature[rows].to(like.dtype).reciprocal()
-        return torch.full_like(like, 1.0 / self.temperature)
-
-    def _temper_(self, z: Tensor, rows: slice) -> None:
-        if isinstance(self.temperature, Tensor):
-            z.div_(self.temperature[rows].to(z.dtype)[:, None])
-        elif self.temperature != 1.0:
-            z.div_(self.temperature)
 
 
 def check_entropy(entropy: str) -> None:
@@ -219,18 +203,9 @@ def log_probs(
     resolved = validation.check_logits(logits, shard)
     leading = logits.shape[:-1]
     scorer = _checked_scorer(targets, leading, resolved, temperature, entropy, chunk_bytes)
-    outputs = score_logits(_without_copy(logits), scorer, chunk_bytes=chunk_bytes)
+    outputs = score_logits(rows_of(logits), scorer, chunk_bytes=chunk_bytes)
     shaped = [output.view(leading) for output in outputs]
     return TokenStats(shaped[0], shaped[1] if len(shaped) > 1 else None)
-
-
-def _without_copy(
-    logits: Tensor,  # (..., vocab_local)
-) -> Tensor:  # (rows, vocab_local) or (batch, rows, vocab_local)
-    """One axis of rows, but two where the strides of the two let no view join them."""
-    if logits.dim() == 3 and logits.shape[1] > 1 and logits.stride(0) != logits.shape[1] * logits.stride(1):
-        return logits
-    return rearrange(logits, "... vocab -> (...) vocab")
 
 
 def _checked_scorer(

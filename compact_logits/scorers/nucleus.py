@@ -11,6 +11,7 @@ from torch import Tensor
 
 from compact_logits.errors import InputError
 from compact_logits.scorers.log_prob import LogProbScorer
+from compact_logits.scorers.temperature import inverse_temperature
 from compact_logits.vocab_parallel import gather_stats, merge_softmax
 
 __all__ = ["Nucleus", "NucleusScorer"]
@@ -119,7 +120,7 @@ class NucleusScorer:
         self.base.d_logits_(z, spare, rows, tuple(of_base), (everywhere, *grads[1:]))
         if grads[0] is None:
             return
-        scaled = grads[0].masked_fill(~recorded, 0.0) * self.base.inverse_temperature(rows, grads[0])
+        scaled = grads[0].masked_fill(~recorded, 0.0) * inverse_temperature(self.base.temperature, rows, grads[0])
         others = (logits - maximum[block.row] - log_sum[block.row]).exp() * -scaled[block.row]
         z.index_put_((block.row, block.local_id), others, accumulate=True)
         self.base.add_at_target_(z, rows, scaled * -torch.expm1(log_prob))

@@ -11,7 +11,7 @@ from torch import Tensor
 from compact_logits import validation
 from compact_logits.chunks import work_dtype
 from compact_logits.errors import InputError
-from compact_logits.given_logits import score_logits
+from compact_logits.given_logits import rows_of, score_logits
 from compact_logits.projection import as_autocast, score_hidden
 from compact_logits.rows import scatter
 from compact_logits.scorers.topk_scorer import TopKScorer
@@ -75,11 +75,11 @@ def topk_kl(
     validation.check_chunk_bytes(chunk_bytes)
     if inplace_backward and not logits.is_contiguous():
         raise InputError("inplace_backward needs contiguous logits, or it would save nothing; pass logits.contiguous()")
-    flat, leading = rearrange(logits, "... vocab -> (...) vocab"), logits.shape[:-1]
+    leading = logits.shape[:-1]
     if loss_mask is None:
-        outputs = score_logits(flat, scorer, overwrite=inplace_backward, chunk_bytes=chunk_bytes)
+        outputs = score_logits(rows_of(logits), scorer, overwrite=inplace_backward, chunk_bytes=chunk_bytes)
         return TopKKL(*[output.view(leading) for output in outputs])
-    kept = _kept_rows(loss_mask, leading)
+    flat, kept = rearrange(logits, "... vocab -> (...) vocab"), _kept_rows(loss_mask, leading)
     outputs = score_logits(flat, scorer.of(kept), window=kept, overwrite=inplace_backward, chunk_bytes=chunk_bytes)
     return TopKKL(*[scatter(output, kept, flat.shape[0]).view(leading) for output in outputs])
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from compact_logits.scorers.temperature import inverse_temperature, temper_
 from compact_logits.scorers.topk_stats import (
     add_at_,
     chosen_of_all,
@@ -98,7 +99,7 @@ class TopKScorer:
             places.fill_(self._k)
             stats[:, 0] = -torch.inf
             return stats
-        self._temper_(z, rows)
+        temper_(z, self.temperature, rows)
         at_ids.copy_(z.gather(1, ids))
         values, place = student_top(z, ids, owned)
         top.copy_(values)
@@ -161,12 +162,12 @@ class TopKScorer:
             z.zero_()
             return
         maximum, total, of_others, of_listed = saved if self.tail else (*saved, saved[2])
-        self._temper_(z, rows)
+        temper_(z, self.temperature, rows)
         teacher_ids = self.teacher_ids[rows]
         ids, owned = self.shard.local_ids(teacher_ids)
         log_p = _log_probs(z.gather(1, ids), maximum, total)
         _, active = self._clamped(log_p)
-        d_row = d_loss * self._inverse_temperature(rows, d_loss)
+        d_row = d_loss * inverse_temperature(self.temperature, rows, d_loss)
         z.sub_(maximum[:, None]).exp_()
         # The listed ids apart from the others: their two terms nearly cancel, or are nothing beside the others' factor.
         clear_at_(z, ids, owned)
@@ -186,21 +187,6 @@ class TopKScorer:
         if self.log_prob_min_clamp is None:
             return log_p, torch.ones_like(log_p, dtype=torch.bool)
         return log_p.clamp(min=self.log_prob_min_clamp), log_p > self.log_prob_min_clamp
-
-    def _inverse_temperature(
-        self,
-        rows: slice,
-        like: Tensor,  # (block,)
-    ) -> Tensor:  # (block,)
-        if isinstance(self.temperature, Tensor):
-            return self.temperature[rows].to(like.dtype).reciprocal()
-        return torch.full_like(like, 1.0 / self.temperature)
-
-    def _temper_(self, z: Tensor, rows: slice) -> None:
-        if isinstance(self.temperature, Tensor):
-            z.div_(self.temperature[rows].to(z.dtype)[:, None])
-        elif self.temperature != 1.0:
-            z.div_(self.temperature)
 
 
 def _log_probs(
