@@ -122,3 +122,11 @@ def test_a_teacher_that_changed_before_backward_is_an_error(changed: int) -> Non
     top[changed].zero_()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+def test_a_slice_of_a_batch_is_read_where_it_stands() -> None:
+    logits = torch.randn(2, 70, 4001)[:, 5:]
+    top = torch.log_softmax(torch.randn(2, 65, 4001), -1).topk(8)
+    with AllocationTracker() as tracker:
+        topk_kl(logits, *top, chunk_bytes=16 * 5 * 4001 * 4)
+    assert tracker.largest_rows(4001) == 5
