@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from compact_logits import linear_log_probs, log_probs
+from compact_logits import VocabShard, linear_log_probs, log_probs
 from tests.support.linear_head import Head, assert_as_good_as_plain
 from tests.support.ranks import RankPool
 from tests.support.sharded_head import of_rank, shard_of, whole, with_partial_sums
@@ -182,3 +183,25 @@ def test_case_3_8_a_head_frozen_on_one_rank_only_hangs_nothing(rank_pool: RankPo
         for of in (plain, truth)
     )
     assert_as_good_as_plain(trained, expected, exact)
+
+
+def in_a_group_of_two(rank: int, world: int, heads: list[Head], cuts: list[int], steps: int) -> list[dict[str, Any]]:
+    """Ranks 0 and 2 share one head, 1 and 3 the other, and each pair has its own rows at each step."""
+    group = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
+    slot = group.rank()
+    results = []
+    for step in range(steps):
+        head = of_rank(heads[(rank % 2 + step) % len(heads)], slot, cuts)
+        results.append(head.compact(shard=VocabShard(cuts[slot], cuts[slot + 1], group), chunk_bytes=20_000))
+    dist.destroy_process_group(group)
+    return results
+
+
+def test_case_4_2_groups_with_64_320_and_no_rows_do_not_wait_for_each_other(rank_pool: RankPool) -> None:
+    heads, cuts, steps = [Head.random(rows, 9, VOCAB, bias=True, seed=rows) for rows in (64, 320, 0)], [0, 19, VOCAB], 3
+    results = rank_pool.run(4, in_a_group_of_two, heads, cuts, steps, timeout=60)
+    for first in (0, 1):
+        for step in range(steps):
+            head = heads[(first + step) % len(heads)]
+            ours = whole([results[first][step], results[first + 2][step]])
+            assert_as_good_as_plain(ours, head.plain(), head.truth())
