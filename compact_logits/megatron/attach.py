@@ -48,10 +48,11 @@ def attach(model: Any) -> None:
     inner = gpt_model_of(model)
     if attached(inner) or hasattr(type(inner)._postprocess, MARKER):
         return
-    if "_postprocess" in vars(inner):
+    foreign = vars(inner).get("_postprocess")
+    if foreign is not None:
+        name = getattr(foreign, "__qualname__", type(foreign).__name__)
         raise PatchError(
-            f"the _postprocess of this {type(inner).__name__} is replaced already, by "
-            f"{vars(inner)['_postprocess']!r}; undo that before attaching"
+            f"the _postprocess of this {type(inner).__name__} is replaced already, by {name}; undo that first"
         )
     seam = postprocess_wrapper(type(inner)._postprocess)
     setattr(seam, MARKER, True)

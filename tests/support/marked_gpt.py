@@ -11,11 +11,20 @@ import torch
 from torch import Tensor
 
 from compact_logits import reference
-from compact_logits.megatron import Request, mark
+from compact_logits.megatron import Request, attach, mark
 from compact_logits.megatron.attach import gpt_model_of
 from tests.support.gpt_paths import Micro
 
-__all__ = ["Came", "call", "came_of", "differences", "kept_scalars", "marked", "objective"]
+__all__ = [
+    "Came",
+    "assert_as_the_full_path",
+    "call",
+    "came_of",
+    "differences",
+    "kept_scalars",
+    "marked",
+    "objective",
+]
 
 
 @dataclass(frozen=True)
@@ -88,3 +97,34 @@ def differences(one: Came, other: Came) -> list[str]:
         if (ours is None) != (theirs is None) or (ours is not None and not torch.equal(ours, theirs)):
             found.append(f"gradient of {name}")
     return sorted(found)
+
+
+def assert_as_the_full_path(
+    build: Callable[[], torch.nn.Module],  # the same model each time, in fp64, so that nothing hides in rounding
+    micro: Micro,
+    *,
+    relative: float = 1e-5,  # the answers are fp32, and so are their gradients
+    **asked: Any,
+) -> tuple[Came, Came]:
+    """Log-probs, entropies and every gradient of both paths agree; returned are the full path's run and ours."""
+    runs, scalars = [], []
+    for asks in (False, True):
+        model = build()
+        loss_mask, request = (
+            marked(micro, **{"entropy": "loss", "chunk_bytes": 9000, **asked}) if asks else (None, None)
+        )
+        if asks:
+            attach(model)
+        output = call(model, micro, loss_mask)
+        assert request is None or request.compact, request.outcome
+        scalars.append(kept_scalars(output, micro, request).detach().double())
+        runs.append(came_of(model, output, lambda out, request=request: objective(out, micro, request)))
+    torch.testing.assert_close(scalars[1], scalars[0], atol=1e-5, rtol=1e-5)
+    for name, expected in runs[0].gradients.items():
+        found = runs[1].gradients[name]
+        assert (found is None) == (expected is None), f"gradient of {name}: {found} instead of {expected}"
+        if found is not None and expected is not None:
+            assert found.dtype == expected.dtype
+            error = (found.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30)
+            assert error <= relative, f"gradient of {name} is off by {error:.1e}"
+    return runs[0], runs[1]
