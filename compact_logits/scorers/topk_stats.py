@@ -24,8 +24,7 @@ def row_sums(
 
 def student_top(
     z: Tensor,  # (block, vocab_local)
-    ids: Tensor,  # (block, k) int64, local; legal also where `owned` is not set
-    owned: Tensor,  # (block, k) bool
+    ids: Tensor,  # (block, k) int64, local
 ) -> tuple[Tensor, Tensor]:  # values (block, k), descending; place (block, k) int64
     """The `k` largest logits of this slice, and at which place among them each of `ids` stands, `k` for at none.
 
@@ -38,8 +37,7 @@ def student_top(
     # By looking each id up in the sorted columns: (block, k) numbers, where comparing all pairs takes k times that.
     columns, order = columns.sort(dim=1)
     at = torch.searchsorted(columns, ids).clamp_(max=narrow - 1)
-    found = (columns.gather(1, at) == ids) & owned
-    place = order.gather(1, at).masked_fill_(~found, k)
+    place = order.gather(1, at).masked_fill_(columns.gather(1, at) != ids, k)
     return torch.nn.functional.pad(values, (0, k - narrow), value=-torch.inf), place
 
 
