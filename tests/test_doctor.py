@@ -56,7 +56,8 @@ def test_versions_are_those_that_are_imported(tmp_path: Path, monkeypatch: pytes
     monkeypatch.syspath_prepend(str(tmp_path))
     found = {version.name: version for version in find_versions()}
     assert found["python"].version == ".".join(map(str, sys.version_info[:3]))
-    assert found["torch"].version == torch.__version__
+    # The build's local label is not in every wheel's metadata.
+    assert (found["torch"].version or "").split("+")[0] == torch.__version__.split("+")[0]
     assert found["torch"].location == str(Path(torch.__file__).parent)
     assert found["torchtitan"].version == "unknown" and found["torchtitan"].location == str(tmp_path / "torchtitan")
     assert found["compact-logits"].location == str(ROOT / "compact_logits")
