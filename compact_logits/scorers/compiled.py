@@ -46,9 +46,9 @@ class CompiledLogProbScorer(LogProbScorer):
             super().d_logits_(z, spare, rows, saved, grads)
             return
         ids, owned = self.shard.local_ids(self.targets[rows])
-        maximum, log_sum = saved[0], saved[1]
-        scale = inverse_temperature(self.temperature, rows, log_sum)
-        factor = -grads[0] * (-log_sum).exp() * scale
+        maximum, inverse_sum = saved[0], saved[1]
+        scale = inverse_temperature(self.temperature, rows, maximum)
+        factor = -grads[0] * inverse_sum * scale
         at_target = (grads[0] * scale).masked_fill(~owned, 0.0)
         _, d_logits_ = _compiled()
         d_logits_(_no_view(z), ids, self._temperatures(rows, z), maximum.clone(), factor, at_target)

@@ -88,17 +88,21 @@ class LogProbScorer:
         ranks: Tensor,  # (ranks, rows, stats_width) fp32
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """`merge` of statistics that have been gathered already."""
-        selected = self.selected(ranks)
-        moments = None if self.entropy == "none" else ranks[:, :, 3]
-        maximum, sum_exp, moment = merge_softmax(ranks[:, :, 0], ranks[:, :, 1], moments)
+        # In fp64, which costs nothing for a few numbers a row, so that each result is rounded once.
+        wide = ranks.double()
+        selected = self.selected(wide)
+        moments = None if self.entropy == "none" else wide[:, :, 3]
+        maximum, sum_exp, moment = merge_softmax(wide[:, :, 0], wide[:, :, 1], moments)
         log_sum = sum_exp.log()
         log_prob = (selected - maximum) - log_sum
         # A NaN log-prob must not come back with a gradient that looks like a number.
-        saved = (maximum, log_sum.masked_fill(selected.isnan(), torch.nan))
-        if moment is None:
-            return (log_prob,), saved
-        entropy = log_sum - moment / sum_exp
-        return (log_prob, entropy), (*saved, entropy - log_sum)
+        inverse_sum = sum_exp.reciprocal().masked_fill(selected.isnan(), torch.nan)
+        outputs, saved = [log_prob], [maximum, inverse_sum]
+        if moment is not None:
+            mean = moment / sum_exp
+            outputs.append(log_sum - mean)
+            saved.append(-mean)
+        return tuple(o.to(ranks.dtype) for o in outputs), tuple(s.to(ranks.dtype) for s in saved)
 
     def selected(
         self,
@@ -115,11 +119,11 @@ class LogProbScorer:
         if self.shard.size == 0:
             return
         temper_(z, self.temperature, rows)
-        maximum, log_sum = saved[0], saved[1]
-        d_log_prob = grads[0] if grads[0] is not None else torch.zeros_like(log_sum)
+        maximum = saved[0]
+        d_log_prob = grads[0] if grads[0] is not None else torch.zeros_like(maximum)
         d_entropy = grads[1] if len(grads) > 1 else None
-        scale = inverse_temperature(self.temperature, rows, log_sum)
-        inverse_sum = (-log_sum).exp() * scale
+        scale = inverse_temperature(self.temperature, rows, maximum)
+        inverse_sum = saved[1] * scale
         z.sub_(maximum[:, None])
         if d_entropy is None:
             z.exp_().mul_((-d_log_prob * inverse_sum)[:, None])
