@@ -17,8 +17,8 @@ class MainGrad:
     The contract is that of Megatron's own linear layer under `gradient_accumulation_fusion`: `main_grad` is the buffer
     seen in forward; `grad_added_to_main_grad` is set where DDP has defined it, and then a gradient must be returned,
     zeros if `zero_out_wgrad` says that DDP will add it, uninitialised memory otherwise. All micro-batches of an
-    iteration must follow it, since DDP resets the flag once an iteration. A 16-bit `main_grad` is added to once, from
-    an fp32 sum, so that its rounding does not grow with the number of chunks.
+    iteration must follow it, since DDP resets the flag once an iteration. A 16-bit `main_grad` is added to once: by the
+    kernel where there is one chunk, else from an fp32 sum, so that its rounding does not grow with their number.
     """
 
     def __init__(
@@ -31,7 +31,9 @@ class MainGrad:
     def begin(self, weight: Tensor, chunks: int) -> None:
         self._parameter.main_grad = self._main_grad  # type: ignore[attr-defined]
         self._dtype = weight.dtype
-        self._total = None if self._main_grad.dtype == torch.float32 else torch.zeros_like(weight, dtype=torch.float32)
+        kernels = getattr(layers, "fused_weight_gradient_mlp_cuda", None)
+        once = self._main_grad.dtype == torch.float32 or (chunks < 2 and kernels is not None)
+        self._total = None if once else torch.zeros_like(weight, dtype=torch.float32)
 
     def add(
         self,
@@ -40,7 +42,9 @@ class MainGrad:
     ) -> None:
         kernels = getattr(layers, "fused_weight_gradient_mlp_cuda", None)
         if self._total is None and kernels is not None:
-            kernels.wgrad_gemm_accum_fp32(hidden, d_logits, self._main_grad)
+            wide = self._main_grad.dtype == torch.float32
+            accumulate = kernels.wgrad_gemm_accum_fp32 if wide else kernels.wgrad_gemm_accum_fp16
+            accumulate(hidden, d_logits, self._main_grad)
         else:
             accumulate_product_(self._main_grad if self._total is None else self._total, d_logits, hidden)
 
