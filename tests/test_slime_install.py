@@ -88,8 +88,9 @@ def test_strict_raises_instead(modules: dict[str, ModuleType], monkeypatch: pyte
     monkeypatch.setenv("COMPACT_LOGITS", "strict")
     with pytest.raises(RefusedError, match="COMPACT_LOGITS=strict: --use-rollout-entropy"):
         slime.install(run_arguments(use_rollout_entropy=True))
-    with pytest.raises(RefusedError, match="--kl-coef: the metric rollout/kl is a mean over every row"):
-        slime.install(run_arguments(kl_coef=0.1))
+    for estimator in ("grpo", "cispo", "reinforce_plus_plus_baseline"):
+        with pytest.raises(RefusedError, match="--kl-coef: the metric rollout/kl is a mean over every row"):
+            slime.install(run_arguments(advantage_estimator=estimator, kl_coef=0.1))
     monkeypatch.setenv("COMPACT_LOGITS", "1")
     slime.install(run_arguments(kl_coef=0.1))  # exact in training, so compacted unless strict
     assert [finding.state for finding in slime.check()] == ["on"]

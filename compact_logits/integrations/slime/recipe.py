@@ -61,7 +61,7 @@ def _unmasked_reads(args: Namespace) -> list[Refusal]:
     if estimator == "ppo" and kl_coef != 0:
         reason = "generalised advantage estimation sums the KL of every row"
         given.append(Refusal("--kl-coef", reason, "set --kl-coef 0, or use the KL loss (--use-kl-loss)"))
-    if estimator in ("grpo", "gspo", "cispo") and kl_coef != 0:
+    if estimator != "ppo" and kl_coef != 0:
         reason = "the metric rollout/kl is a mean over every row"
         given.append(Refusal("--kl-coef", reason, "set --kl-coef 0, or use the KL loss", metric_only=True))
     if getattr(args, "use_rollout_entropy", False):
