@@ -22,6 +22,7 @@ from compact_logits.cli.microbatch import pack
 from compact_logits.cli.rollouts import SHIPPED, Rollout, pack_rollouts, read_rollouts
 from compact_logits.cli.training import CompactPath, Settings
 from compact_logits.errors import RefusedError
+from tests.support.pictures import is_picture
 from tests.support.ranks import RankPool
 
 
@@ -104,10 +105,22 @@ def test_a_fault_ends_it_with_1(monkeypatch: pytest.MonkeyPatch, rank_pool: Rank
     assert "compact path" in streams.out
 
 
+def test_the_picture(monkeypatch: pytest.MonkeyPatch, rank_pool: RankPool, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "demo.png"
+    options = ("--json", "--plot", str(path))
+    assert run_demo(monkeypatch, rank_pool, small_job(torch.float32), options=options) == 0
+    assert is_picture(path)
+
+
 def test_json_has_no_number_that_json_has_not(
-    monkeypatch: pytest.MonkeyPatch, rank_pool: RankPool, capsys: Any
+    monkeypatch: pytest.MonkeyPatch, rank_pool: RankPool, capsys: Any, tmp_path: Path
 ) -> None:
-    assert run_demo(monkeypatch, rank_pool, small_job(torch.float32, steps=1), "nan", ("--json",)) == 1
+    options = ["--json"]
+    if importlib.util.find_spec("matplotlib") is not None:
+        options += ["--plot", str(tmp_path / "nan.png")]
+    assert run_demo(monkeypatch, rank_pool, small_job(torch.float32, steps=1), "nan", tuple(options)) == 1
+    assert all(is_picture(path) for path in map(Path, options[2:]))
     report = json.loads(capsys.readouterr().out, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     assert report["parity"]["passed"] is False
     assert report["parity"]["loss_difference"] is None and report["compact_path"]["losses"] == [None]
@@ -161,6 +174,8 @@ BAD_USE = [
     (["demo", "--chunk-bytes", "1MB"], "--chunk-bytes: a byte count must be a positive whole number"),
     (["demo", "--micro-batch-tokens", "-1"], "--micro-batch-tokens must be positive, got -1"),
     (["demo", "--micro-batch-tokens", "100"], "the budget of a micro-batch, got one of"),
+    (["demo", "--plot", "x.jpg"], "--plot must name a .png file, got x.jpg"),
+    (["demo", "--plot", "/none/there/x.png"], "--plot must name a file in a folder that exists"),
     (["demo", "--rollouts", "/none/there"], "needed a readable JSONL file, got /none/there: No such file"),
     (["demo", "--what"], "unrecognized arguments: --what"),
 ]

@@ -14,6 +14,7 @@ from compact_logits.cli import main
 from compact_logits.cli.planning import make_plan
 from compact_logits.cli.rollouts import SHIPPED, read_rollouts
 from compact_logits.memory import HeadSize, simulate
+from tests.support.pictures import is_picture
 
 SMALL = ("--vocab", "16000", "--hidden", "64", "--chunk-bytes", "1MiB")
 COARSE = ("--chunk-bytes", "256MiB")  # fewer chunks are faster to simulate
@@ -134,10 +135,7 @@ def test_the_picture(capsys: Any, tmp_path: Path) -> None:
     path = tmp_path / "plan.png"
     assert main(["plan", *SMALL, *COARSE, "--tokens", "1024", "--memory", "1GiB", "--plot", str(path)]) == 0
     assert f"drawn into {path}" in capsys.readouterr().out.replace("\n", "")
-    picture = path.read_bytes()
-    assert picture[:8] == b"\x89PNG\r\n\x1a\n" and len(picture) > 20_000
-    width, height = (int.from_bytes(picture[at : at + 4], "big") for at in (16, 20))
-    assert width > 1200 and height > 500
+    assert is_picture(path)
 
 
 WRONG = [

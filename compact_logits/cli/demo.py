@@ -14,6 +14,7 @@ import torch
 
 from compact_logits.cli.demo_rank import Job, RankOutcome, run_rank
 from compact_logits.cli.launch import launch
+from compact_logits.cli.pictures import check_plot
 from compact_logits.cli.report import Report
 from compact_logits.cli.rollouts import SHIPPED, pack_rollouts, read_rollouts
 from compact_logits.cli.training import Settings
@@ -45,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--chunk-bytes", default="1MiB", metavar="SIZE", help="of logits the compact path holds (default: %(default)s)"
     )
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw losses and the largest logits tensors")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 
@@ -58,9 +60,15 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("the demo trains a megatron-core GPTModel, which is not installed: pip install megatron-core")
     if not args.json and importlib.util.find_spec("rich") is None:
         raise ConfigError("the demo draws with rich, which is not installed: pip install 'compact-logits[cli]'")
+    if args.plot is not None:
+        check_plot(args.plot)
     passes = 2 * (1 + len(job.batches) * (job.settings.steps + 1))
     with _progress(passes, quiet=args.json) as advance:
         report = Report(job, _run_ranks(args.tp, job, advance))
+    if args.plot is not None:
+        from compact_logits.cli.demo_plot import plot
+
+        plot(report, args.plot)
     if args.json:
         print(json.dumps(report.as_json(), indent=2))
     else:

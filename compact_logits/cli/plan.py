@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
     if not args.json:
         need_rich("plan")
     if args.plot is not None:
-        from compact_logits.cli.plan_plot import check_plot
+        from compact_logits.cli.pictures import check_plot
 
         check_plot(args.plot)
     head = HeadSize(

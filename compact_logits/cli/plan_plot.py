@@ -2,31 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import replace
 from pathlib import Path
 
+from compact_logits.cli.pictures import COMPACT, FULL, RULE, save
 from compact_logits.cli.planning import PAD_MULTIPLE, Plan, padded, sweep
 from compact_logits.cli.presets import Preset
-from compact_logits.errors import ConfigError
 from compact_logits.memory import HeadSize
 
-__all__ = ["check_plot", "plot"]
+__all__ = ["plot"]
 
 _GIB = 2**30
 _LENGTHS = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1, 2, 4)
 _DENSITIES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0)
-_FULL, _COMPACT, _CARD = "#c44e52", "#2a6fb0", "#555555"
-
-
-def check_plot(path: Path) -> None:
-    """Raise `ConfigError` where no picture can be made at `path`."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("--plot draws with matplotlib, which is not installed: pip install 'compact-logits[cli]'")
-    if path.suffix.lower() != ".png":
-        raise ConfigError(f"--plot must name a .png file, got {path}")
-    if not path.parent.is_dir() or path.is_dir():
-        raise ConfigError(f"--plot must name a file in a folder that exists, got {path}")
 
 
 def plot(plan: Plan, cp: int, preset: Preset, path: Path) -> None:
@@ -58,11 +46,11 @@ def plot(plan: Plan, cp: int, preset: Preset, path: Path) -> None:
         (right, densities, by_density, f"share of rows kept, {head.rows * cp:,} tokens", density or min(densities)),
     )
     for axes, x, peaks, label, here in panels:
-        for place, (name, color) in enumerate((("full path", _FULL), ("compact path", _COMPACT))):
+        for place, (name, color) in enumerate((("full path", FULL), ("compact path", COMPACT))):
             axes.plot(x, [peak[place] / _GIB for peak in peaks], "o-", color=color, label=name, markersize=4)
-        axes.axvline(here, color=_CARD, linewidth=0.8, alpha=0.5, label="this plan")
+        axes.axvline(here, color=RULE, linewidth=0.8, alpha=0.5, label="this plan")
         if plan.free_bytes is not None:
-            axes.axhline(plan.free_bytes / _GIB, color=_CARD, linestyle="--", label="free on the card")
+            axes.axhline(plan.free_bytes / _GIB, color=RULE, linestyle="--", label="free on the card")
         axes.set_xlabel(label)
         axes.set_xscale("log", base=2 if axes is left else 10)
         axes.set_yscale("log", base=2)
@@ -72,10 +60,7 @@ def plot(plan: Plan, cp: int, preset: Preset, path: Path) -> None:
     left.xaxis.set_major_formatter(lambda value, _: f"{value / 1024:g}k" if value >= 1024 else f"{value:g}")
     right.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     left.legend(frameon=False)
-    try:
-        figure.savefig(path)
-    except OSError as error:
-        raise ConfigError(f"--plot cannot write {path}: {error.strerror}") from None
+    save(figure, path)
 
 
 def _of_density(head: HeadSize, density: float) -> HeadSize:
