@@ -17,6 +17,7 @@ import torch
 from compact_logits import VocabShard
 from compact_logits.cli.cpu_model import build_gpt, cpu_megatron, packed_seq_params
 from compact_logits.cli.rollouts import SHIPPED
+from compact_logits.cli.slime_recipe import LOOKED_AT
 from tests.support.pictures import is_picture
 from tests.support.ranks import RankPool
 from tests.support.source_tree import ROOT
@@ -159,3 +160,7 @@ def names_of_a_model() -> dict[str, Any]:
         "loss_mask": torch.ones(1, 16),
         "packed_seq_params": packed_seq_params([0, 7, 13, 16]),
     }
+
+
+def test_every_flag_that_decides_a_slime_recipe_is_named() -> None:
+    assert [flag for flag in LOOKED_AT if f"`{flag}" not in TEXT] == []
