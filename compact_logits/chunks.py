@@ -46,6 +46,13 @@ class ChunkPlan:
             stop = min(start + self.block, chunk.stop)
             yield slice(start - chunk.start, stop - chunk.start), slice(start, stop)
 
+    def bytes_in_forward(self, vocab_local: int, dtype: torch.dtype, *, keeps: bool, spare: bool) -> int:
+        """The most bytes of logits that stand at one time in a forward pass, which `keeps` some for backward or not."""
+        kept = self.kept if keeps else 0
+        chunk = self.chunk if self.rows > kept else 0
+        blocks = (keeps or dtype != work_dtype(dtype)) + spare if self.rows else 0
+        return vocab_local * ((kept + chunk) * dtype.itemsize + blocks * self.block * work_dtype(dtype).itemsize)
+
 
 def plan_chunks(
     rows: int,

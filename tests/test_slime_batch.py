@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from compact_logits.errors import InputError, LayoutError
+from compact_logits.errors import InputError, LayoutError, RefusedError
 from compact_logits.integrations import slime
 from compact_logits.integrations.slime.batch import TokenList
 from compact_logits.integrations.slime.replay import nucleus_of
 from compact_logits.layouts import packed
-from compact_logits.megatron import Outcome, request_of
+from compact_logits.megatron import Figures, Outcome, request_of
 from compact_logits.rows import RowSelection
 from tests.support.slime_stand_in import Iterate, run_arguments, slime_stand_in
 
@@ -122,7 +122,7 @@ def read(modules: dict[str, ModuleType], tokens: Any, logits: Tensor, **changed:
 def answered(modules: dict[str, ModuleType]) -> tuple[TokenList, Tensor]:
     tokens = batch_of(modules, samples())["unconcat_tokens"]
     tokens.request.outcome = Outcome("compact")
-    return tokens, torch.arange(24, dtype=torch.float32).view(1, 12, 2).requires_grad_()
+    return tokens, tokens.request.give(torch.arange(24, dtype=torch.float32).view(1, 12, 2).requires_grad_())
 
 
 def test_the_consumer_cuts_the_answer_into_responses(modules: dict[str, ModuleType]) -> None:
@@ -141,10 +141,43 @@ def test_the_consumer_cuts_the_answer_into_responses(modules: dict[str, ModuleTy
 def test_without_an_answer_the_original_reads_the_logits(modules: dict[str, ModuleType]) -> None:
     tokens = batch_of(modules, samples())["unconcat_tokens"]
     two_wide = torch.zeros(1, 12, 2)  # a vocabulary of two must not be taken for an answer
-    for outcome in (None, Outcome("full", "any reason")):
-        tokens.request.outcome = outcome
-        assert read(modules, tokens, two_wide)[1]["ordinary"] is two_wide
+    tokens.request.outcome = Outcome("full", "any reason")
+    assert read(modules, tokens, two_wide)[1]["ordinary"] is two_wide
     assert read(modules, list(tokens), two_wide)[1]["ordinary"] is two_wide
+
+
+def test_a_head_that_was_never_asked_is_told_of_once(
+    modules: dict[str, ModuleType], caplog: pytest.LogCaptureFixture
+) -> None:
+    two_wide = torch.zeros(1, 12, 2)
+    for _ in range(2):
+        tokens = batch_of(modules, samples())["unconcat_tokens"]
+        for _ in range(2):  # slime may recompute the loss
+            assert read(modules, tokens, two_wide)[1]["ordinary"] is two_wide
+        assert tokens.request.reason.startswith("the model's head was never asked")
+    assert [record.message[:47] for record in caplog.records] == ["full path: the model's head was never asked: a "]
+    counted = figures_of_installation().take()
+    assert (counted.micro_batches, counted.rows, counted.projected_rows) == (2, 24, 24)
+    assert list(counted.full_path.values()) == [2]
+
+
+def test_strict_raises_where_the_head_was_never_asked(modules: dict[str, ModuleType]) -> None:
+    tokens = batch_of(modules, samples())["unconcat_tokens"]
+    tokens.request.strict = True
+    with pytest.raises(RefusedError, match="COMPACT_LOGITS=strict: the model's head was never asked: a wrapper has"):
+        read(modules, tokens, torch.zeros(1, 12, 2))
+
+
+def figures_of_installation() -> Figures:
+    assert slime._installation is not None
+    return slime._installation.figures
+
+
+def test_another_tensor_than_the_head_s_is_not_read(modules: dict[str, ModuleType]) -> None:
+    tokens, scalars = answered(modules)
+    assert read(modules, tokens, scalars.detach())[1]["log_probs"], "as a schedule plan hands it on"
+    with pytest.raises(InputError, match=r"loss was given another tensor, \(1, 12, 2\) of torch.float32; hand on what"):
+        read(modules, tokens, scalars * 1)
 
 
 @pytest.mark.parametrize(

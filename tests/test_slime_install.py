@@ -18,7 +18,7 @@ from tests.support.slime_stand_in import run_arguments, slime_stand_in
 REPLACED = {
     "data": ["get_batch"],
     "loss": ["get_log_probs_and_entropy"],
-    "model": ["get_batch", "forward_only", "train"],
+    "model": ["get_batch", "forward_only", "train", "train_one_step"],
     "actor": ["get_log_probs_and_entropy", "forward_only", "train"],
 }
 

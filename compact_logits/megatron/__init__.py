@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from compact_logits.megatron.attach import attach, attached, detach
+from compact_logits.megatron.attach import attach, attached, detach, figures_of
+from compact_logits.megatron.figures import Figures
 from compact_logits.megatron.request import Outcome, Request, mark, request_of
 
-__all__ = ["Outcome", "Request", "attach", "attached", "detach", "mark", "request_of"]
+__all__ = ["Figures", "Outcome", "Request", "attach", "attached", "detach", "figures_of", "mark", "request_of"]

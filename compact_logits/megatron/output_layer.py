@@ -10,6 +10,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
+from compact_logits.chunks import plan_chunks
 from compact_logits.exchange import Local, Replicated, RowExchange, SequenceSharded
 from compact_logits.megatron.main_grad import MainGrad
 from compact_logits.megatron.refusals import refuse_rows
@@ -61,11 +62,24 @@ def armed(
             request.outcome = Outcome("full", reason)
             return ordinary(input_, weight, *args, **kwargs)
         answer = _answer(head, input_, used, request, logit_scale)
-        request.outcome = Outcome("compact")
+        request.outcome = Outcome("compact", bytes_not_allocated=_bytes_not_allocated(input_, used, request))
         return answer, None
 
     with forward_replaced(head, forward):
         yield
+
+
+def _bytes_not_allocated(
+    hidden: Tensor,  # (sequence / tensor-parallel size, batch, hidden)
+    weight: Tensor,  # (vocab_local, hidden)
+    request: Request,
+) -> int:
+    """The fp32 logits of every row, which the full path hands to the loss, less what the compact forward holds."""
+    selection, vocab_local = request.selection, weight.shape[0]
+    plan = plan_chunks(selection.kept, vocab_local, hidden.dtype, hidden.device, request.chunk_bytes)
+    keeps = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    held = plan.bytes_in_forward(vocab_local, hidden.dtype, keeps=keeps, spare=request.entropy != "none")
+    return max(4 * selection.num_rows * vocab_local - held, 0)
 
 
 def _answer(

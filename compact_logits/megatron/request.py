@@ -26,6 +26,7 @@ class Outcome:
 
     path: Literal["compact", "full"]
     reason: str = ""
+    bytes_not_allocated: int = 0  # of logits, less than on the full path
 
 
 @dataclass(eq=False)

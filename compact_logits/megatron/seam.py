@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from compact_logits.errors import PatchError, RefusedError
+from compact_logits.megatron.figures import Figures
 from compact_logits.megatron.output_layer import armed
 from compact_logits.megatron.processor import PROCESSOR_PARAMETERS, output_processor
 from compact_logits.megatron.refusals import refuse_call, refuse_head, refuse_model
@@ -23,14 +24,15 @@ NEEDED_PARAMETERS = ("hidden_states", "labels", "loss_mask", "runtime_gather_out
 logger = logging.getLogger("compact_logits")
 
 
-def postprocess_wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
+def postprocess_wrapper(original: Callable[..., Any], figures: Figures | None = None) -> Callable[..., Any]:
     """Wrap a GPTModel's `_postprocess` (as a function of `self` and the rest).
 
     A call whose loss mask carries no request goes through untouched, object for object. Where the version has the
     official output-processor contract, the wrapper only adds an output processor to the call; where it has not, the
     output layer is armed for the time of the call. A refused call runs `original` as it came; the reason stands in the
     request's outcome and is logged once, or raised as `RefusedError` if the request is strict. Where the call raises,
-    the request is as it was before.
+    the request is as it was before. Every call that asked is counted in `figures`, which the wrapper carries by that
+    name.
     Raises `PatchError` where `original` has not the parameters this relies on.
     """
     signature = inspect.signature(original)
@@ -40,6 +42,7 @@ def postprocess_wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
             f"{original.__qualname__} has no parameter {missing[0]!r}: this version of it is not one "
             f"compact_logits is proven with; unset COMPACT_LOGITS or use a supported version"
         )
+    counted = Figures() if figures is None else figures
     native = all(name in signature.parameters for name in PROCESSOR_PARAMETERS)
     told: set[str] = set()
 
@@ -86,6 +89,7 @@ def postprocess_wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
             # Activation checkpointing ends a forward that way too, once it has what backward needs.
             request.outcome = before
             raise
+        counted.record(request)
         if request.compact and result is not None:
             if self.config.mtp_num_layers:
                 tell("multi-token prediction still builds logits of every row for its own heads")
@@ -98,6 +102,7 @@ def postprocess_wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(self, *args, **kwargs) if result is None else result
 
     _postprocess.__wrapped__ = original  # type: ignore[attr-defined]
+    _postprocess.figures = counted  # type: ignore[attr-defined]
     return _postprocess
 
 

@@ -99,6 +99,10 @@ def slime_stand_in(run: Namespace) -> Iterator[dict[str, ModuleType]]:
     ) -> Any:
         return data_iterator(modules["model"])
 
+    def train_one_step(args: Namespace, rollout_id: int, step_id: int, model: Any) -> tuple[dict[str, float], float]:
+        model(modules["model"])
+        return {"loss": 0.5}, 1.0
+
     def train(rollout_id: int, model: Any, *rest: Any) -> Any:
         return model(modules["model"])
 
@@ -107,6 +111,7 @@ def slime_stand_in(run: Namespace) -> Iterator[dict[str, ModuleType]]:
     loss._allgather_cp_redistribute = _allgather_cp_redistribute
     model.forward_only = actor.forward_only = forward_only
     model.train = actor.train = train
+    model.train_one_step = train_one_step
     model.get_args = lambda: run
     try:
         yield modules

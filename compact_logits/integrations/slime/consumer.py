@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
@@ -9,22 +10,43 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compact_logits.errors import InputError
+from compact_logits.errors import InputError, RefusedError
 from compact_logits.integrations.slime.batch import TokenList
-from compact_logits.megatron import Request
+from compact_logits.megatron import Figures, Outcome, Request
 
 __all__ = ["log_probs_wrapper"]
+
+logger = logging.getLogger("compact_logits")
+
+_UNASKED = (
+    "the model's head was never asked: a wrapper has made a loss mask of its own, or the model's class does not go "
+    "through GPTModel._postprocess"
+)
 
 
 def log_probs_wrapper(
     original: Callable[..., Any],
     redistribute: Callable[..., None],  # slime's own exchange from contiguous to zigzag context parallelism
+    figures: Figures,
 ) -> Callable[..., Any]:
     """Wrap slime's `get_log_probs_and_entropy`: the same result, from the head's scalars where the compact path ran.
 
     Where it did not, the first argument holds ordinary logits and the original reads them. Never decided by shape.
-    Raises `InputError` where what this call asks for is not what the head was asked.
+    A request that no head has met is counted in `figures` as a fallback and logged once, or raised as `RefusedError`
+    if the request is strict. Raises `InputError` where what this call asks for is not what the head was asked, and
+    where the first argument is not what the head returned but something else.
     """
+    told = False
+
+    def unasked(request: Request) -> None:
+        nonlocal told
+        request.outcome = Outcome("full", _UNASKED)
+        figures.record(request)
+        if request.strict:
+            raise RefusedError(f"COMPACT_LOGITS=strict: {_UNASKED}; set COMPACT_LOGITS=1 to let the full path run")
+        if not told:
+            told = True
+            logger.warning("full path: %s", _UNASKED)
 
     def get_log_probs_and_entropy(
         logits: Tensor,  # (1, rows, 2) fp32 log-prob and entropy, or (1, rows, vocab_local) logits
@@ -39,6 +61,8 @@ def log_probs_wrapper(
         top_p_token_offsets: Any = None,
     ) -> tuple[Tensor, dict[str, list[Tensor]]]:
         request = unconcat_tokens.request if isinstance(unconcat_tokens, TokenList) else None
+        if request is not None and request.outcome is None:
+            unasked(request)
         if request is None or not request.compact:
             return original(
                 logits,
@@ -74,6 +98,11 @@ def log_probs_wrapper(
 
 def _check_agreement(logits: Tensor, request: Request, args: Namespace, *, with_entropy: bool, nucleus: bool) -> None:
     rows = request.selection.num_rows
+    if not request.answered_by(logits):
+        raise InputError(
+            f"the head has answered, but the loss was given another tensor, {tuple(logits.shape)} of {logits.dtype}; "
+            f"hand on what the model returned, or unset COMPACT_LOGITS if something must change it"
+        )
     if tuple(logits.shape) != (1, rows, 2) or logits.dtype != torch.float32:
         raise InputError(f"needed the head's fp32 (1, {rows}, 2), got {tuple(logits.shape)} of {logits.dtype}")
     temperature = float(getattr(args, "rollout_temperature", 1.0))

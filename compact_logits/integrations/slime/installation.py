@@ -1,4 +1,4 @@
-"""slime's four functions and the model's seam, replaced together, and the one decision of the run."""
+"""slime's functions and the model's seam, replaced together, and the one decision of the run."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from compact_logits.integrations.slime.batch import CheckedIterator, mark_batch
 from compact_logits.integrations.slime.consumer import log_probs_wrapper
 from compact_logits.integrations.slime.passes import Pass, current_pass, of_forward_only, of_training, running
 from compact_logits.integrations.slime.recipe import Refusal, refusals
+from compact_logits.integrations.slime.step import step_wrapper
+from compact_logits.megatron import Figures
 from compact_logits.megatron.seam import NEEDED_PARAMETERS, postprocess_wrapper
 from compact_logits.patching import Patch, PatchSet
 
@@ -32,6 +34,7 @@ class Installation:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.refused: list[Refusal] | None = None
+        self.figures = Figures()
         model = importlib.import_module("slime.backends.megatron_utils.model")
         data = importlib.import_module("slime.backends.megatron_utils.data")
         loss = importlib.import_module("slime.backends.megatron_utils.loss")
@@ -44,15 +47,16 @@ class Installation:
         self._log_probs = Patch(
             loss,
             "get_log_probs_and_entropy",
-            lambda original: log_probs_wrapper(original, redistribute),
+            lambda original: log_probs_wrapper(original, redistribute, self.figures),
             requires=("logits", "args", "unconcat_tokens", "total_lengths", "response_lengths", "with_entropy"),
         )
         self._original_log_probs = loss.get_log_probs_and_entropy
         self.patches = PatchSet(
-            Patch(GPTModel, "_postprocess", postprocess_wrapper, requires=NEEDED_PARAMETERS),
+            Patch(GPTModel, "_postprocess", self._seam, requires=NEEDED_PARAMETERS),
             Patch(data, "get_batch", self._get_batch, requires=("data_iterator", "keys", "allgather_cp")),
             Patch(model, "forward_only", self._forward_only, requires=("f", "args", "use_rollout_top_p_replay")),
             Patch(model, "train", self._train, requires=("rollout_id", "model")),
+            Patch(model, "train_one_step", self._step, requires=("step_id", "model")),
             self._log_probs,
         )
 
@@ -74,6 +78,12 @@ class Installation:
             reasons = "; ".join(f"{refusal} ({refusal.remedy})" for refusal in self.refused)
             raise RefusedError(f"COMPACT_LOGITS=strict: {reasons}")
         return not self.refused
+
+    def _seam(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        return postprocess_wrapper(original, self.figures)
+
+    def _step(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        return step_wrapper(original, self.figures)
 
     def _train(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def train(*args: Any, **kwargs: Any) -> Any:

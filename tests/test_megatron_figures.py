@@ -1,0 +1,87 @@
+"""What attached heads have spared: counted on the host, by the path each micro-batch took."""
+
+from __future__ import annotations
+
+import json
+from itertools import product
+
+import pytest
+import torch
+
+from compact_logits.chunks import plan_chunks
+from compact_logits.cli.cpu_model import build_gpt, cpu_megatron
+from compact_logits.errors import PatchError
+from compact_logits.megatron import Figures, attach, figures_of
+from compact_logits.projection import score_hidden
+from compact_logits.scorers.log_prob import LogProbScorer
+from compact_logits.vocab_parallel import VocabShard
+from tests.support.allocation import AllocationTracker
+from tests.support.gpt_paths import VOCAB, Cut, micro_batch
+from tests.support.marked_gpt import call, marked
+from tests.support.ranks import RankPool
+
+
+def test_of_compact_and_full_micro_batches(rank_pool: RankPool) -> None:
+    rank_pool.run(1, counted)
+
+
+def counted(rank: int, world: int) -> None:
+    micros = [micro_batch(0, Cut(1), mask) for mask in ("holes", "nothing", "everything")]
+    kept = [micro.selection.kept for micro in micros]
+    with cpu_megatron(rank, world, tp=1):
+        model = build_gpt(tp=1, vocab=VOCAB, layers=1)
+        with pytest.raises(PatchError, match="this GPTModel has no figures: its head is not attached; call attach"):
+            figures_of(model)
+        attach(model)
+        for micro in micros:
+            call(model, micro, marked(micro, chunk_bytes=1000)[0])
+        call(model, micros[0])  # asks nothing
+        figures = figures_of(model)
+        assert (figures.micro_batches, figures.rows, figures.projected_rows) == (3, 3 * 56, sum(kept))
+        logits = 4 * 56 * VOCAB
+        assert figures.most_bytes_not_allocated == logits, "of the micro-batch without rows"
+        assert 3 * (logits - 1500) <= figures.bytes_not_allocated < 3 * logits
+        assert str(figures) == (
+            f"projected {sum(kept)} of 168 rows ({sum(kept) / 168:.1%}), up to 0.00 GiB of logits not allocated, "
+            f"0 of 3 micro-batches on the full path"
+        )
+        step = figures.take()
+        assert step.rows == 168 and figures == Figures()
+        model.output_layer.gather_output = True
+        call(model, micros[0], marked(micros[0])[0])
+        model.output_layer.gather_output = False
+        for batch in (2, 4):
+            call(model, micros[0], marked(micros[0], batch=batch)[0])
+        found = figures_of(model).take().metrics()
+        assert found == json.loads(json.dumps(found))
+        reason = "the_hidden_states_are_asked_was_rows_hidden"
+        assert found == {
+            "compact_logits/micro_batches": 3,
+            "compact_logits/rows": 168,
+            "compact_logits/projected_rows": 168,
+            "compact_logits/bytes_not_allocated": 0,
+            "compact_logits/most_bytes_not_allocated": 0,
+            "compact_logits/full_path_micro_batches": 3,
+            "compact_logits/full_path/the_output_layer_uses_gather_output": 1,
+            f"compact_logits/full_path/{reason}": 2,
+        }
+        assert step.metrics().keys() < found.keys()
+
+
+@pytest.mark.parametrize(("rows", "chunk_bytes"), [(0, 10**6), (1, 1), (40, 10**6), (40, 9000), (40, 1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bytes_held_are_those_that_are_allocated(rows: int, chunk_bytes: int, dtype: torch.dtype) -> None:
+    vocab = 101
+    for keeps, entropy in product((False, True), ("none", "metric")):
+        hidden = torch.randn(rows, 8).to(dtype).requires_grad_(keeps)
+        weight = torch.randn(vocab, 8).to(dtype)
+        scorer = LogProbScorer(torch.zeros(rows, dtype=torch.int64), VocabShard(0, vocab), 0.7, entropy)
+        with AllocationTracker() as tracker:
+            score_hidden(hidden, weight, None, scorer, chunk_bytes=chunk_bytes)
+        buffers: dict[int, int] = {}
+        for each in tracker.records:
+            if each.shape[-1:] == (vocab,):  # the buffer itself, or the part of it that was written to
+                buffers[each.storage] = max(each.nbytes, buffers.get(each.storage, 0))
+        plan = plan_chunks(rows, vocab, dtype, hidden.device, chunk_bytes)
+        expected = plan.bytes_in_forward(vocab, dtype, keeps=keeps, spare=entropy != "none")
+        assert sum(buffers.values()) == expected
