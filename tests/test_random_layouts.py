@@ -1,0 +1,166 @@
+"""Random micro-batches, values and all gradients, against the dense definition: a quick look, and that it can see."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from torch import Tensor
+
+from compact_logits import weight_grad
+from compact_logits.exchange import SequenceSharded
+from compact_logits.layouts import Layout
+from compact_logits.scorers import log_prob, nucleus, topk_scorer
+from compact_logits.scorers.log_prob import LogProbScorer
+from tests.support.random_check import mismatches
+from tests.support.random_data import kept_rows
+from tests.support.random_example import Example, examples
+from tests.support.random_run import Part, run_alone, run_on_ranks
+from tests.support.random_soak import check, draw, main, soak
+from tests.support.ranks import RankPool
+
+
+@given(examples(ranks=False))
+@settings(max_examples=120, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+def test_one_process(example: Example) -> None:
+    assert mismatches(example, run_alone(example)) == []
+
+
+def test_ranks(rank_pool: RankPool) -> None:
+    told: list[str] = []
+    result = soak(120, 1, rank_pool, told.append)
+    assert result["mismatches"] == 0, "\n".join(told)
+    assert result["examples"] == 120 and result["rows_compared"] > 300
+    assert set(result["world"]) == {"1", "2", "3", "4"}
+
+
+def test_what_is_drawn() -> None:
+    """So that no setting has become one that never comes up."""
+    drawn = list(draw(600, 3))
+    assert len(set(drawn)) == 600 and drawn[:20] == list(draw(600, 3))[:20]
+    for example in drawn[:50]:
+        assert Example.loads(example.dumps()) == example
+    frequent = {
+        "scorer": {"log_prob", "nucleus", "topk", "topk tail"},
+        "dtype": {"float32", "float64", "bfloat16", "float16"},
+        "layout": {"packed", "zigzag", "contiguous"},
+        "incoming": {"responses", "contiguous", "strided", "expanded", "first output", "second output"},
+        "temperature": {1.0, 0.7, 2.5, "rows"},
+        "entropy": {"none", "metric", "loss"},
+        "chunk_bytes": {None, 1, 400, 1500, 4000},
+        "sequence_parallel": {True, False},
+        "spread": {True, False},
+    }
+    for name, values in frequent.items():
+        found = [getattr(example, name) for example in drawn]
+        assert set(found) == values and min(map(found.count, values)) >= 5, name
+    assert any(start == stop for each in drawn for start, stop in zip(each.cuts, each.cuts[1:], strict=False))
+    kept = [len(kept_rows(example)) for example in drawn]
+    assert kept.count(0) > 30 and sum(count > 10 for count in kept) > 30
+
+
+# What a soak is there to find: each stands for a kind, and is small. From the right function to the wrong one.
+
+
+def gradient_of_the_entropy(right: Any) -> Any:
+    def d_logits_(self: Any, z: Tensor, spare: Any, rows: slice, saved: Any, grads: Any) -> None:
+        right(self, z, spare, rows, saved, tuple(g * 1.01 if g is not None and i else g for i, g in enumerate(grads)))
+
+    return d_logits_
+
+
+def gradient_at_the_target(right: Any) -> Any:
+    return lambda self, z, rows, values: right(self, z, rows, values * 0.99)
+
+
+def no_temperature(right: Any) -> Any:
+    return lambda temperature, rows, like: torch.ones_like(like)
+
+
+def of_many_chunks(right: Any) -> Any:
+    return lambda total, d_logits, hidden: right(total, d_logits, hidden * 1.01)
+
+
+def rows_of_another_rank(right: Any) -> Any:
+    return lambda self, rows: right(self, rows).roll(1, dims=0)
+
+
+def own_token_as_label(right: Any) -> Any:
+    return property(lambda self: self.source)
+
+
+def each_as_if_the_first(right: Any) -> Any:
+    return lambda ids: torch.ones_like(ids, dtype=torch.bool)
+
+
+def not_merged(right: Any) -> Any:
+    return lambda stats, shard: stats.expand(len(right(stats, shard)), *stats.shape)
+
+
+def of_half_precision(right: Any) -> Any:
+    return lambda self, stats: right(self, stats.half().to(stats.dtype))
+
+
+FAULTS = {
+    "entropy": (LogProbScorer, "d_logits_", gradient_of_the_entropy),
+    "target": (LogProbScorer, "add_at_target_", gradient_at_the_target),
+    "temperature": (log_prob, "inverse_temperature", no_temperature),
+    "temperature of the nucleus": (nucleus, "inverse_temperature", no_temperature),
+    "temperature of the top-k": (topk_scorer, "inverse_temperature", no_temperature),
+    "chunks": (weight_grad, "accumulate_product_", of_many_chunks),
+    "gather": (SequenceSharded, "gather", rows_of_another_rank),
+    "label": (Layout, "label_source", own_token_as_label),
+    "merge of the top-k": (topk_scorer, "gather_stats", not_merged),
+    "precision": (LogProbScorer, "merge", of_half_precision),
+}
+
+
+def run_with_fault(name: str, rank: int, world: int, batch: list[Example]) -> list[list[Part]]:
+    where, attribute, fault = FAULTS[name]
+    with mock.patch.object(where, attribute, fault(getattr(where, attribute))):
+        return run_on_ranks(rank, world, batch)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_found(rank_pool: RankPool, name: str) -> None:
+    told: list[str] = []
+    result = soak(40, 2, rank_pool, told.append, partial(run_with_fault, name))
+    assert result["mismatches"] > 0
+    told_again = Example.loads(told[0].partition("--example '")[2].rstrip("'"))
+    assert told[0].startswith("mismatch: ") and told_again.seed >= 0
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["--examples", "20", "--seed", "4", "--report", str(tmp_path / "report.json")]) == 0
+    printed = capsys.readouterr().out
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert printed.startswith("seed 4\n") and printed.endswith((tmp_path / "report.json").read_text())
+    assert report["examples"] == 20 and report["mismatches"] == 0 and report["seed"] == 4
+    assert report["torch"] == torch.__version__ and {"machine", "python", "commit", "date"} <= report.keys()
+
+    alone = next(
+        each for each in draw(200, 4) if each.world == 1 and each.scorer == "log_prob" and kept_rows(each).numel()
+    )
+    assert main(["--example", alone.dumps()]) == 0
+    assert capsys.readouterr().out == "as the definition says\n"
+    assert main(["--example", alone.dumps()], partial(run_with_fault, "precision")) == 1
+    assert "log_probs is off by" in capsys.readouterr().out
+
+
+def stumble(rank: int, world: int, batch: list[Example]) -> list[list[Part]]:
+    if any(example.scorer == "nucleus" for example in batch):
+        raise ValueError("on purpose")
+    return run_on_ranks(rank, world, batch)
+
+
+def test_an_example_that_raises_is_a_mismatch_of_its_own(rank_pool: RankPool) -> None:
+    alone = [each for each in draw(400, 4) if each.world == 1]
+    batch = [next(each for each in alone if each.scorer == scorer) for scorer in ("topk", "nucleus", "log_prob")]
+    for example, found in zip(batch, check(rank_pool, batch, stumble), strict=True):
+        assert ("on purpose" in "".join(found)) == (example.scorer == "nucleus")
