@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["log_probs", "topk_kl"]
+__all__ = ["log_probs", "sum_p2", "topk_kl"]
 
 
 def log_probs(
@@ -24,6 +24,17 @@ def log_probs(
     selected = log_p.gather(1, targets[:, None]).squeeze(1)
     entropy = -torch.where(log_p == -torch.inf, 0.0, log_p.exp() * log_p).sum(dim=-1)
     return selected, entropy
+
+
+def sum_p2(
+    logits: Tensor,  # (rows, vocab), the whole vocabulary
+    *,
+    temperature: float | Tensor = 1.0,  # scalar or (rows,)
+) -> Tensor:  # (rows,)
+    """`sum_j p_j^2` of `p = softmax(logits / temperature)`, in the dtype of `logits`, at least fp32."""
+    z = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    z = z / (temperature[:, None] if isinstance(temperature, Tensor) else temperature)
+    return torch.softmax(z, dim=-1).square().sum(dim=-1)
 
 
 def topk_kl(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -71,6 +72,51 @@ class RowSelection:
             num_rows=keep.shape[0],
             host_indices=host_indices,
         )
+
+    @classmethod
+    def of_masks(
+        cls,
+        masks: Sequence[Tensor],  # (rows,) bool each, on the CPU, one for each term that will read
+        label_source: Tensor,  # (rows,) int64, on the CPU
+        tokens: Tensor,  # (tokens,) int64
+    ) -> RowSelection:
+        """Select the rows that any of the masks keeps, so that each term can `read` its own. As `build` otherwise."""
+        if not masks or any(mask.dtype != torch.bool or mask.shape != masks[0].shape for mask in masks):
+            given = ", ".join(f"{tuple(mask.shape)} of {mask.dtype}" for mask in masks) or "none"
+            raise InputError(f"needed one or more bool masks of one shape, got {given}")
+        return cls.build(torch.stack(tuple(masks)).any(dim=0), label_source, tokens)
+
+    def read(
+        self,
+        values: Tensor,  # (kept, ...) as computed, or (rows, ...) as scattered
+        mask: Tensor,  # (rows,) bool, on the CPU
+    ) -> Tensor:  # (rows of the mask, ...)
+        """The values of the rows where `mask` is set, differentiable. Collectives: none. Device synchronisation: none.
+
+        Raises `InputError` where a row of the mask was not selected: what stands there is no value of that row. Zero
+        would be taken for one.
+        """
+        if mask.device.type != "cpu" or mask.dtype != torch.bool or tuple(mask.shape) != (self.num_rows,):
+            raise InputError(
+                f"needed a bool mask ({self.num_rows},) on the CPU, got {tuple(mask.shape)} of {mask.dtype} "
+                f"on {mask.device}"
+            )
+        if values.shape[:1] not in ((self.kept,), (self.num_rows,)):
+            raise InputError(
+                f"needed values of the {self.kept} kept rows or of all {self.num_rows}, got {tuple(values.shape)}"
+            )
+        wanted = mask.nonzero().squeeze(1)
+        places = torch.searchsorted(self.host_indices, wanted)
+        found = torch.zeros_like(wanted, dtype=torch.bool)
+        inside = places < self.kept
+        found[inside] = self.host_indices[places[inside]] == wanted[inside]
+        if not bool(found.all()):
+            raise InputError(
+                f"row {int(wanted[~found][0])} is read but was not selected; build the selection of all masks that "
+                f"are read: RowSelection.of_masks"
+            )
+        chosen = places if values.shape[0] == self.kept else wanted
+        return values.index_select(0, chosen.to(values.device, non_blocking=True))
 
     @property
     def kept(self) -> int:

@@ -11,7 +11,14 @@ from torch import Tensor
 from compact_logits.errors import InputError
 from compact_logits.vocab_parallel import VocabShard
 
-__all__ = ["check_chunk_bytes", "check_head", "check_logits", "check_row_ids", "check_temperature"]
+__all__ = [
+    "check_chunk_bytes",
+    "check_head",
+    "check_logits",
+    "check_row_ids",
+    "check_temperature",
+    "check_vocab_size",
+]
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -87,6 +94,25 @@ def check_row_ids(
         )
     if not shard.sharded and high >= shard.size:
         raise InputError(f"{name} must be below the vocabulary size {shard.size}, got {high}")
+
+
+def check_vocab_size(
+    vocab_size: int | None,  # how many ids are real; those from there on are padding
+    targets: Tensor,  # (...) int64
+    shard: VocabShard | None = None,  # None where it is not known yet
+) -> None:
+    """Raise `InputError` unless `vocab_size` is a positive number that the vocabulary holds, or `None` for all of it,
+    and the targets' host values are below it."""
+    if vocab_size is None:
+        return
+    if isinstance(vocab_size, bool) or not isinstance(vocab_size, int) or vocab_size < 1:
+        raise InputError(f"vocab_size must be a positive whole number of ids or None, got {vocab_size!r}")
+    if shard is not None and not shard.sharded and vocab_size > shard.size:
+        raise InputError(f"vocab_size is {vocab_size}, but there are only {shard.size} columns")
+    if targets.device.type == "cpu" and targets.numel() and int(targets.max()) >= vocab_size:
+        raise InputError(
+            f"targets must be below vocab_size, {vocab_size}, got {int(targets.max())}: that id is padding"
+        )
 
 
 def check_temperature(

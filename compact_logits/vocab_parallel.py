@@ -47,6 +47,14 @@ class VocabShard:
         """Whether other ranks hold other ids."""
         return self.group is not None and self.group.size() > 1
 
+    def below(
+        self,
+        vocab_size: int | None,  # None for no bound
+    ) -> VocabShard:
+        """The part of this shard with ids below `vocab_size`; empty, where it starts, if it is padding throughout."""
+        stop = self.stop if vocab_size is None else max(self.start, min(self.stop, vocab_size))
+        return VocabShard(self.start, stop, self.group)
+
     def local_ids(
         self,
         ids: Tensor,  # (...) int64, global

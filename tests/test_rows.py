@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from compact_logits import RowSelection, linear_log_probs, scatter, select
+from compact_logits.errors import InputError
 from tests.support.linear_head import Head, assert_as_good_as_plain
 
 NAN = math.nan
@@ -167,3 +169,80 @@ def test_targets_are_int64_whatever_the_tokens_are() -> None:
     for dtype in (torch.int32, torch.int64, torch.uint8):
         chosen = selection([1, 0, 1, 0], torch.tensor([7, 8, 9, 10], dtype=dtype))
         assert chosen.targets.dtype == chosen.indices.dtype == torch.int64 and chosen.targets.tolist() == [8, 10]
+
+
+A, B = torch.tensor([True, False, False, False]), torch.tensor([False, False, True, False])
+SOURCE, TOKENS = torch.tensor([1, 2, 3, -1]), torch.arange(4)
+
+
+def test_case_1_4_each_term_reads_its_own_rows_of_the_union() -> None:
+    both = RowSelection.of_masks([A, B], SOURCE, TOKENS)
+    assert both.indices.tolist() == [0, 2] and both.targets.tolist() == [1, 3]
+    head = Head.random(4, 5, 9)
+    hidden = head.hidden.clone().requires_grad_()
+    log_probs = linear_log_probs(select(hidden, both.indices), head.weight, both.targets).log_probs
+    dense = torch.log_softmax(head.hidden @ head.weight.T, dim=1)
+    scattered = scatter(log_probs, both.indices, 4)
+    for values in (log_probs, scattered):
+        assert both.read(values, A).tolist() == pytest.approx([dense[0, 1].item()])
+        assert both.read(values, B).tolist() == pytest.approx([dense[2, 3].item()])
+        assert torch.equal(both.read(values, A | B), log_probs)
+        assert both.read(values, A & B).shape == (0,)
+    both.read(log_probs, B).sum().backward()
+    assert hidden.grad is not None and hidden.grad.any(dim=1).tolist() == [False, False, True, False]
+
+
+@pytest.mark.parametrize("mask", [B, A | B, torch.tensor([True, False, False, True])])
+def test_case_1_4_a_row_that_was_not_selected_is_not_read_as_zero(mask: Tensor) -> None:
+    policy_alone = RowSelection.of_masks([A], SOURCE, TOKENS)
+    row = int((mask & ~A).nonzero()[0])
+    told = f"row {row} is read but was not selected; build the selection of all masks that are read: RowSelection.of_"
+    for values in (torch.zeros(1), torch.zeros(4)):
+        with pytest.raises(InputError, match=told):
+            policy_alone.read(values, mask)
+    nothing = RowSelection.of_masks([A & B], SOURCE, TOKENS)
+    with pytest.raises(InputError, match="is read but was not selected"):
+        nothing.read(torch.zeros(0), mask)
+
+
+@given(chosen=st.lists(st.integers(0, 7), min_size=1, max_size=40))
+def test_what_is_read_is_what_stands_there(chosen: list[int]) -> None:
+    """Three masks, a bit each; every union is read back by every mask, from kept and from scattered values."""
+    bits = torch.tensor([*chosen, 0])
+    masks = [(bits & 1 << bit) != 0 for bit in range(3)]
+    rows = bits.shape[0]
+    source = torch.tensor([*range(1, rows), -1])
+    both = RowSelection.of_masks(masks[:2], source, torch.arange(rows))
+    values = torch.arange(float(rows)) + 0.5
+    for mask in masks[:2]:
+        assert torch.equal(both.read(values[both.indices], mask), values[mask])
+        assert torch.equal(both.read(scatter(values[both.indices], both.indices, rows), mask), values[mask])
+    if bool((masks[2] & ~masks[0] & ~masks[1]).any()):
+        with pytest.raises(InputError, match="was not selected"):
+            both.read(values, masks[2])
+    else:
+        assert torch.equal(both.read(values, masks[2]), values[masks[2]])
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        (lambda: RowSelection.of_masks([], SOURCE, TOKENS), "needed one or more bool masks of one shape, got none"),
+        (
+            lambda: RowSelection.of_masks([A, B[:3]], SOURCE, TOKENS),
+            r"masks of one shape, got \(4,\) of torch.bool, \(3,\) of torch.bool",
+        ),
+        (lambda: RowSelection.of_masks([A, B.int()], SOURCE, TOKENS), r"\(4,\) of torch.int32"),
+        (
+            lambda: RowSelection.of_masks([A], SOURCE, TOKENS).read(torch.zeros(4), A.int()),
+            r"needed a bool mask \(4,\) on the CPU, got \(4,\) of torch.int32 on cpu",
+        ),
+        (
+            lambda: RowSelection.of_masks([A], SOURCE, TOKENS).read(torch.zeros(2), A),
+            r"needed values of the 1 kept rows or of all 4, got \(2,\)",
+        ),
+    ],
+)
+def test_what_is_no_row_set(call: Callable[[], object], told: str) -> None:
+    with pytest.raises(InputError, match=told):
+        call()

@@ -41,7 +41,8 @@ def attach(model: Any) -> None:
     """Let the head of this model, and of no other, answer requests that its loss mask carries (`mark`).
 
     A forward whose loss mask is marked then returns one fp32 `(batch, rows, 2)` tensor, log-prob and entropy of every
-    row of this context-parallel rank, the same on every tensor-parallel rank; every other forward is as before.
+    row of this context-parallel rank, the same on every tensor-parallel rank (a third scalar, `sum_p2`, if asked for);
+    every other forward is as before.
     Attaching twice is attaching once, and an integration that put the seam on the class has done it for all. Raises
     `PatchError` for a model that is no GPTModel, for a version of Megatron whose signatures are not the proven ones,
     and where somebody else has replaced the model's `_postprocess`.

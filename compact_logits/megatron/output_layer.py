@@ -36,7 +36,7 @@ def armed(
     logit_scale: float = 1.0,
 ) -> Iterator[None]:
     """Within the context, a call of `head` answers `request`: it returns `((sequence, batch, 2) fp32, None)`, log-prob
-    and entropy of every row, zeros for rows that are not kept.
+    and entropy of every row, zeros for rows that are not kept. If asked for, `sum_p2` is a third scalar.
 
     Only `head.forward` is overridden, on the instance, so that a call still enters through the module and its
     pre-hooks run (DDP waits there for the weight's all-gather). One call is answered: the first `ordinary_calls`, all
@@ -88,7 +88,7 @@ def _answer(
     weight: Tensor,  # (vocab_local, hidden)
     request: Request,
     logit_scale: float,
-) -> Tensor:  # (sequence, batch, 2) fp32
+) -> Tensor:  # (sequence, batch, 2 or 3) fp32
     selection = request.selection
     # Megatron leaves the group None where torch.distributed was never started.
     group = head.tp_group if head.tp_group is not None and head.tp_group.size() > 1 else None
@@ -108,6 +108,8 @@ def _answer(
         shard=VocabShard(start, start + weight.shape[0], group),
         temperature=request.temperature / logit_scale,
         entropy=request.entropy,
+        sum_p2=request.sum_p2,
+        vocab_size=request.vocab_size,
     )
     scorer: Scorer = base if request.nucleus is None else NucleusScorer(base, request.nucleus)
     fused = head.gradient_accumulation_fusion and weight.requires_grad and torch.is_grad_enabled()
@@ -120,7 +122,9 @@ def _answer(
         weight_grad=MainGrad(weight) if fused else ReturnedWeightGrad(),
         chunk_bytes=request.chunk_bytes,
     )
-    entropy = outputs[1] if len(outputs) > 1 else torch.zeros_like(outputs[0])
-    scalars = torch.stack([outputs[0], entropy], dim=-1)
+    stats = base.named(outputs)
+    entropy = torch.zeros_like(stats.log_probs) if stats.entropy is None else stats.entropy
+    columns = [stats.log_probs, entropy] + ([] if stats.sum_p2 is None else [stats.sum_p2])
+    scalars = torch.stack(columns, dim=-1)
     scattered = scatter(scalars, selection.indices, selection.num_rows)
     return rearrange(scattered, "(sequence batch) scalar -> sequence batch scalar", batch=request.batch)

@@ -13,7 +13,7 @@ from compact_logits.errors import InputError
 from compact_logits.rows import RowSelection
 from compact_logits.scorers.log_prob import Entropy, check_entropy
 from compact_logits.scorers.nucleus import Nucleus
-from compact_logits.validation import check_temperature
+from compact_logits.validation import check_temperature, check_vocab_size
 
 __all__ = ["Outcome", "Request", "mark", "request_of"]
 
@@ -43,6 +43,8 @@ class Request:
     temperature: float | Tensor = 1.0  # scalar or (kept,)
     entropy: Entropy = "none"
     nucleus: Nucleus | None = None  # of the kept rows
+    sum_p2: bool = False  # a third scalar a row, the sum of squared probabilities
+    vocab_size: int | None = None  # ids from here on are padding, not counted; None counts every column
     chunk_bytes: int | None = None
     strict: bool = False
     outcome: Outcome | None = None
@@ -51,6 +53,7 @@ class Request:
     def __post_init__(self) -> None:
         check_entropy(self.entropy)
         check_temperature(self.temperature, (self.selection.kept,))
+        check_vocab_size(self.vocab_size, self.selection.targets)
         if self.nucleus is not None and self.nucleus.recorded.shape[0] != self.selection.kept:
             raise InputError(
                 f"the nucleus is of {self.nucleus.recorded.shape[0]} rows and {self.selection.kept} are kept; "

@@ -31,6 +31,11 @@ class CompiledLogProbScorer(LogProbScorer):
             raise InputError(
                 f"the compiled scorer computes no entropy, got entropy={self.entropy!r}; leave compile off"
             )
+        if self.sum_p2 or self.vocab_size is not None:
+            raise InputError(
+                f"the compiled scorer computes no sum_p2 and counts every column, got sum_p2={self.sum_p2} and "
+                f"vocab_size={self.vocab_size}; leave compile off"
+            )
 
     def local_stats(self, z: Tensor, spare: Tensor | None, rows: slice) -> Tensor:
         if min(z.shape) < 2:

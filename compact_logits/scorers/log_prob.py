@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 import torch
@@ -24,11 +25,23 @@ _FLOOR = -1e3
 Entropy = Literal["none", "metric", "loss"]
 
 
-class TokenStats(NamedTuple):
-    """Per-row results, both fp32 and of the shape of the targets."""
-
+class _LogProbsAndEntropy(NamedTuple):
     log_probs: Tensor
     entropy: Tensor | None
+
+
+class TokenStats(_LogProbsAndEntropy):
+    """Per-row results, fp32 and of the shape of the targets; `None` where not asked for.
+
+    A pair, `log_probs` and `entropy`, that also knows `sum_p2`, the sum of squared probabilities, without a graph.
+    """
+
+    sum_p2: Tensor | None
+
+    def __new__(cls, log_probs: Tensor, entropy: Tensor | None, sum_p2: Tensor | None = None) -> TokenStats:
+        stats = super().__new__(cls, log_probs, entropy)
+        stats.sum_p2 = sum_p2
+        return stats
 
 
 @dataclass(frozen=True)
@@ -38,16 +51,25 @@ class LogProbScorer:
     The shifted form loses nothing for large logits, where `M + log S` would round at the scale of `M`.
     Gradients: `d log p_t / dz_j = [j = t] - p_j` and `dH / dz_j = - p_j (log p_j + H)`, divided by the temperature.
     An id that no shard owns, or two, has a NaN log-prob, and its row NaN gradients: no number to be mistaken for one.
+    With `sum_p2` also `sum_j p_j^2 = Q / S^2`, `Q` the sum of the squared exponentials. Columns from `vocab_size` on
+    are as if they were not there, and get a gradient of exactly zero.
     """
 
     targets: Tensor  # (rows,) int64, global
     shard: VocabShard
     temperature: float | Tensor  # scalar or (rows,)
     entropy: Entropy
+    sum_p2: bool = False
+    vocab_size: int | None = None
+
+    @cached_property
+    def counted(self) -> VocabShard:
+        """The part of this rank's shard that is no padding."""
+        return self.shard.below(self.vocab_size)
 
     @property
     def stats_width(self) -> int:
-        return 3 if self.entropy == "none" else 4
+        return 3 + (self.entropy != "none") + self.sum_p2
 
     @property
     def needs_spare(self) -> bool:
@@ -55,7 +77,8 @@ class LogProbScorer:
 
     @property
     def differentiable(self) -> tuple[bool, ...]:
-        return (True,) if self.entropy == "none" else (True, self.entropy == "loss")
+        entropy = () if self.entropy == "none" else (self.entropy == "loss",)
+        return (True, *entropy, *[False] * self.sum_p2)
 
     @property
     def inputs(self) -> tuple[Tensor, ...]:
@@ -63,22 +86,32 @@ class LogProbScorer:
 
     def local_stats(self, z: Tensor, spare: Tensor | None, rows: slice) -> Tensor:
         stats = z.new_zeros(z.shape[0], self.stats_width)
-        if self.shard.size == 0:
+        if self.counted.size == 0:
             stats[:, 0], stats[:, 2] = -torch.inf, torch.nan
             return stats
+        z, spare = self._counted_columns(z), None if spare is None else self._counted_columns(spare)
         temper_(z, self.temperature, rows)
-        ids, owned = self.shard.local_ids(self.targets[rows])
+        ids, owned = self.counted.local_ids(self.targets[rows])
         stats[:, 2] = z.gather(1, ids[:, None]).squeeze(1).masked_fill_(~owned, torch.nan)
         maximum = z.amax(dim=1)
         stats[:, 0] = maximum
         z.sub_(maximum.masked_fill(maximum == -torch.inf, 0.0)[:, None])
         if spare is None:
-            stats[:, 1] = z.exp_().sum(dim=1)
+            exponentials = z.exp_()
+            stats[:, 1] = exponentials.sum(dim=1)
         else:
-            torch.exp(z.clamp_(min=_FLOOR), out=spare)
-            stats[:, 1] = spare.sum(dim=1)
-            stats[:, 3] = z.mul_(spare).sum(dim=1)
+            exponentials = torch.exp(z.clamp_(min=_FLOOR), out=spare)
+            stats[:, 1] = exponentials.sum(dim=1)
+            stats[:, 3] = z.mul_(exponentials).sum(dim=1)
+        if self.sum_p2:
+            stats[:, -1] = exponentials.square_().sum(dim=1)
         return stats
+
+    def _counted_columns(
+        self,
+        z: Tensor,  # (block, vocab_local)
+    ) -> Tensor:  # (block, counted.size), a view
+        return z if self.counted.size == z.shape[1] else z[:, : self.counted.size]
 
     def merge(self, stats: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         return self.merge_ranks(gather_stats(stats, self.shard))
@@ -102,6 +135,10 @@ class LogProbScorer:
             mean = moment / sum_exp
             outputs.append(log_sum - mean)
             saved.append(-mean)
+        if self.sum_p2:
+            # A rank with no columns has an exponent of -inf, and where no rank has a finite logit all is NaN anyway.
+            squares = (2 * (wide[:, :, 0] - maximum)).exp() * wide[:, :, -1]
+            outputs.append(torch.where(wide[:, :, 0] > -torch.inf, squares, 0.0).sum(dim=0) / sum_exp.square())
         return tuple(o.to(ranks.dtype) for o in outputs), tuple(s.to(ranks.dtype) for s in saved)
 
     def selected(
@@ -116,12 +153,15 @@ class LogProbScorer:
     def d_logits_(
         self, z: Tensor, spare: Tensor | None, rows: slice, saved: tuple[Tensor, ...], grads: tuple[Tensor | None, ...]
     ) -> None:
-        if self.shard.size == 0:
+        if self.counted.size < z.shape[1]:
+            z[:, self.counted.size :] = 0.0
+            z, spare = self._counted_columns(z), None if spare is None else self._counted_columns(spare)
+        if self.counted.size == 0:
             return
         temper_(z, self.temperature, rows)
         maximum = saved[0]
         d_log_prob = grads[0] if grads[0] is not None else torch.zeros_like(maximum)
-        d_entropy = grads[1] if len(grads) > 1 else None
+        d_entropy = None if self.entropy == "none" else grads[1]
         scale = inverse_temperature(self.temperature, rows, maximum)
         inverse_sum = saved[1] * scale
         z.sub_(maximum[:, None])
@@ -136,6 +176,14 @@ class LogProbScorer:
             z.mul_(spare)
         self.add_at_target_(z, rows, d_log_prob * scale)
 
+    def named(
+        self,
+        outputs: tuple[Tensor, ...],  # as `merge` returns them
+    ) -> TokenStats:
+        return TokenStats(
+            outputs[0], None if self.entropy == "none" else outputs[1], outputs[-1] if self.sum_p2 else None
+        )
+
     def add_at_target_(
         self,
         z: Tensor,  # (block, vocab_local) fp32
@@ -143,10 +191,10 @@ class LogProbScorer:
         values: Tensor,  # (block,)
     ) -> None:
         """Add a value to each row's target column, where this rank has it."""
-        if self.shard.size == 0:
+        if self.counted.size == 0:
             return
         # One id a row, so reading, adding and writing back is exact and deterministic where scatter_add_ is not.
-        ids, owned = self.shard.local_ids(self.targets[rows])
+        ids, owned = self.counted.local_ids(self.targets[rows])
         z.scatter_(1, ids[:, None], z.gather(1, ids[:, None]) + values.masked_fill(~owned, 0.0)[:, None])
 
 
@@ -165,6 +213,8 @@ def linear_log_probs(
     shard: VocabShard | None = None,
     temperature: float | Tensor = 1.0,  # scalar or (rows,)
     entropy: Entropy = "none",
+    sum_p2: bool = False,
+    vocab_size: int | None = None,  # ids from here on are padding
     chunk_bytes: int | None = None,
 ) -> TokenStats:  # fp32 (rows,) each
     """Log-prob of `targets` and entropy under `softmax((hidden @ weight.T + bias) / temperature)`, without the logits.
@@ -174,17 +224,20 @@ def linear_log_probs(
 
     `shard=None`: `weight` is the whole vocabulary. With a shard, `hidden` and `targets` are the same on all ranks of
     its group, and the gradient of `hidden` is summed over it here. `entropy`: `"none"`, `"metric"` (a value, no graph)
-    or `"loss"` (differentiable). Gradients have the dtypes of their inputs; the weight's is accumulated in fp32.
+    or `"loss"` (differentiable). `sum_p2` asks for the sum of squared probabilities, a value without a graph. With
+    `vocab_size`, columns from there on count in nothing, and their rows of the weight get a gradient of exactly zero;
+    without, padded columns count like any other. Gradients have the dtypes of their inputs; the weight's is
+    accumulated in fp32.
 
-    Collectives over `shard.group`: forward one all-gather of three or four fp32 a row; backward one all-reduce of
+    Collectives over `shard.group`: forward one all-gather of three to five fp32 a row; backward one all-reduce of
     the gradient of `hidden`, if it needs one. Also with zero rows. Raises `InputError` before them, on
     every rank alike.
     """
     hidden, weight, bias = as_autocast(hidden, weight, bias)
     resolved = validation.check_head(hidden, weight, bias, shard)
-    scorer = _checked_scorer(targets, hidden.shape[:1], resolved, temperature, entropy, chunk_bytes)
-    outputs = score_hidden(hidden, weight, bias, scorer, group=resolved.group, chunk_bytes=chunk_bytes)
-    return TokenStats(outputs[0], outputs[1] if len(outputs) > 1 else None)
+    scorer = _checked_scorer(targets, hidden.shape[:1], resolved, temperature, entropy, sum_p2, vocab_size)
+    validation.check_chunk_bytes(chunk_bytes)
+    return scorer.named(score_hidden(hidden, weight, bias, scorer, group=resolved.group, chunk_bytes=chunk_bytes))
 
 
 def log_probs(
@@ -194,22 +247,24 @@ def log_probs(
     shard: VocabShard | None = None,
     temperature: float | Tensor = 1.0,  # scalar or (...)
     entropy: Entropy = "none",
+    sum_p2: bool = False,
+    vocab_size: int | None = None,  # ids from here on are padding
     chunk_bytes: int | None = None,
 ) -> TokenStats:  # fp32 (...) each
     """Log-prob of `targets` and entropy under `softmax(logits / temperature)`, over logits that exist already.
 
     Equals `reference.log_probs`; never writes to `logits`, and holds no second tensor of their size in forward and
-    only their gradient (in their dtype) in backward, whatever the strides of up to three axes. `shard`, `entropy` and
-    errors as in `linear_log_probs`.
+    only their gradient (in their dtype) in backward, whatever the strides of up to three axes. `shard`, `entropy`,
+    `sum_p2`, `vocab_size` and errors as in `linear_log_probs`.
 
-    Collectives over `shard.group`: forward one all-gather of three or four fp32 a row; backward none.
+    Collectives over `shard.group`: forward one all-gather of three to five fp32 a row; backward none.
     """
     resolved = validation.check_logits(logits, shard)
     leading = logits.shape[:-1]
-    scorer = _checked_scorer(targets, leading, resolved, temperature, entropy, chunk_bytes)
+    scorer = _checked_scorer(targets, leading, resolved, temperature, entropy, sum_p2, vocab_size)
+    validation.check_chunk_bytes(chunk_bytes)
     outputs = score_logits(rows_of(logits), scorer, chunk_bytes=chunk_bytes)
-    shaped = [output.view(leading) for output in outputs]
-    return TokenStats(shaped[0], shaped[1] if len(shaped) > 1 else None)
+    return scorer.named(tuple(output.view(leading) for output in outputs))
 
 
 def _checked_scorer(
@@ -218,11 +273,12 @@ def _checked_scorer(
     shard: VocabShard,
     temperature: float | Tensor,
     entropy: Entropy,
-    chunk_bytes: int | None,
+    sum_p2: bool,
+    vocab_size: int | None,
 ) -> LogProbScorer:
     validation.check_row_ids(targets, shape, shard)
     validation.check_temperature(temperature, shape)
-    validation.check_chunk_bytes(chunk_bytes)
+    validation.check_vocab_size(vocab_size, targets, shard)
     check_entropy(entropy)
     per_row = temperature.flatten() if isinstance(temperature, Tensor) else float(temperature)
-    return LogProbScorer(targets=targets.flatten(), shard=shard, temperature=per_row, entropy=entropy)
+    return LogProbScorer(targets.flatten(), shard, per_row, entropy, sum_p2=sum_p2, vocab_size=vocab_size)

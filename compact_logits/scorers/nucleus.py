@@ -140,7 +140,7 @@ class _LocalEntries:
 
     @classmethod
     def build(cls, nucleus: Nucleus, base: LogProbScorer) -> _LocalEntries:
-        local, owned = base.shard.local_ids(nucleus.ids)
+        local, owned = base.counted.local_ids(nucleus.ids)
         row, local = nucleus.row_of[owned], local[owned]
         counts = torch.bincount(row, minlength=nucleus.recorded.shape[0])
         offsets = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
