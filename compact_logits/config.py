@@ -37,10 +37,12 @@ class Config:
     `mode`: `"off"` installs nothing; `"on"` compacts what is proven and leaves the rest to the full path;
     `"strict"` raises `RefusedError` where `"on"` would leave it to the full path.
     `chunk_bytes`: transient bytes the head may hold for chunks of logits.
+    `cp_balance`: whether context-parallel ranks even out the rows they project.
     """
 
     mode: Literal["off", "on", "strict"] = "off"
     chunk_bytes: int = DEFAULT_CHUNK_BYTES
+    cp_balance: bool = False
 
     @property
     def enabled(self) -> bool:
@@ -48,12 +50,12 @@ class Config:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> Config:
-        """Read `COMPACT_LOGITS` and `COMPACT_LOGITS_CHUNK_BYTES` from `environ`.
+        """Read `COMPACT_LOGITS` and the names that begin with it from `environ`.
 
         Raises `ConfigError` for an unknown value, and for an unknown name that begins with `COMPACT_LOGITS`,
         since a mistyped switch that does nothing costs its user a run.
         """
-        known = {_PREFIX, f"{_PREFIX}_CHUNK_BYTES"}
+        known = {_PREFIX, f"{_PREFIX}_CHUNK_BYTES", f"{_PREFIX}_CP_BALANCE"}
         unknown = sorted(name for name in environ if name.startswith(_PREFIX) and name not in known)
         if unknown:
             raise ConfigError(
@@ -67,4 +69,11 @@ class Config:
             parsed = DEFAULT_CHUNK_BYTES if chunk_bytes is None else parse_bytes(chunk_bytes)
         except ConfigError as error:
             raise ConfigError(f"COMPACT_LOGITS_CHUNK_BYTES: {error}") from None
-        return cls(mode=_MODES[value], chunk_bytes=parsed)
+        return cls(mode=_MODES[value], chunk_bytes=parsed, cp_balance=_switch(environ, f"{_PREFIX}_CP_BALANCE"))
+
+
+def _switch(environ: Mapping[str, str], name: str) -> bool:
+    value = environ.get(name, "0").strip()
+    if value not in ("0", "1"):
+        raise ConfigError(f"{name} must be unset, 0 or 1, got {environ[name]!r}")
+    return value == "1"

@@ -50,11 +50,23 @@ def test_anything_else_is_no_byte_count(text: str) -> None:
         Config.from_env({"COMPACT_LOGITS_CHUNK_BYTES": text})
 
 
+@pytest.mark.parametrize(("value", "asked"), [(None, False), ("0", False), ("1", True), (" 1 ", True)])
+def test_balance_over_context_parallel_ranks(value: str | None, asked: bool) -> None:
+    environ = {} if value is None else {"COMPACT_LOGITS_CP_BALANCE": value}
+    assert Config.from_env(environ).cp_balance is asked
+
+
+@pytest.mark.parametrize("value", ["", "yes", "2", "true"])
+def test_a_switch_is_0_or_1(value: str) -> None:
+    with pytest.raises(ConfigError, match=f"^COMPACT_LOGITS_CP_BALANCE must be unset, 0 or 1, got '{value}'$"):
+        Config.from_env({"COMPACT_LOGITS_CP_BALANCE": value})
+
+
 def test_a_mistyped_name_is_an_error_and_other_names_are_none() -> None:
     with pytest.raises(
         ConfigError,
         match="unknown environment variable COMPACT_LOGITS_CHUNKBYTES; "
-        "the known ones are COMPACT_LOGITS, COMPACT_LOGITS_CHUNK_BYTES",
+        "the known ones are COMPACT_LOGITS, COMPACT_LOGITS_CHUNK_BYTES, COMPACT_LOGITS_CP_BALANCE",
     ):
         Config.from_env({"COMPACT_LOGITS": "1", "COMPACT_LOGITS_CHUNKBYTES": "1"})
     assert Config.from_env({"HOME": "/", "MY_COMPACT_LOGITS": "x"}) == Config()
