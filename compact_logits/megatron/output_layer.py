@@ -11,13 +11,13 @@ from einops import rearrange
 from torch import Tensor
 
 from compact_logits.chunks import plan_chunks
-from compact_logits.exchange import Local, Replicated, RowExchange, SequenceSharded
+from compact_logits.megatron.kept_rows import project_rows
 from compact_logits.megatron.main_grad import MainGrad
 from compact_logits.megatron.refusals import refuse_rows
 from compact_logits.megatron.request import Outcome, Request
 from compact_logits.megatron.thread_forward import forward_replaced
 from compact_logits.projection import score_hidden
-from compact_logits.rows import scatter, select
+from compact_logits.rows import scatter
 from compact_logits.scorers.contract import Scorer
 from compact_logits.scorers.log_prob import LogProbScorer
 from compact_logits.scorers.nucleus import NucleusScorer
@@ -93,18 +93,10 @@ def _answer(
     # Megatron leaves the group None where torch.distributed was never started.
     group = head.tp_group if head.tp_group is not None and head.tp_group.size() > 1 else None
     rows = rearrange(hidden, "sequence batch hidden -> (sequence batch) hidden")
-    exchange: RowExchange
-    if head.sequence_parallel:
-        assert group is not None, "Megatron switches sequence parallelism off where there is one rank"
-        shards = group.size()
-        rows = select(rows, selection.of_shard(group.rank(), shards))
-        exchange = SequenceSharded(group, selection.counts(shards))
-    else:
-        rows = select(rows, selection.indices)
-        exchange = Local() if group is None else Replicated(group)
+    projected = project_rows(rows, selection, group, request.share, sequence_parallel=head.sequence_parallel)
     start = 0 if group is None else group.rank() * weight.shape[0]
     base = LogProbScorer(
-        targets=selection.targets,
+        targets=projected.targets,
         shard=VocabShard(start, start + weight.shape[0], group),
         temperature=request.temperature / logit_scale,
         entropy=request.entropy,
@@ -114,17 +106,17 @@ def _answer(
     scorer: Scorer = base if request.nucleus is None else NucleusScorer(base, request.nucleus)
     fused = head.gradient_accumulation_fusion and weight.requires_grad and torch.is_grad_enabled()
     outputs = score_hidden(
-        rows,
+        projected.rows,
         weight,
         head.bias,
         scorer,
-        exchange=exchange,
+        exchange=projected.exchange,
         weight_grad=MainGrad(weight) if fused else ReturnedWeightGrad(),
         chunk_bytes=request.chunk_bytes,
     )
     stats = base.named(outputs)
     entropy = torch.zeros_like(stats.log_probs) if stats.entropy is None else stats.entropy
     columns = [stats.log_probs, entropy] + ([] if stats.sum_p2 is None else [stats.sum_p2])
-    scalars = torch.stack(columns, dim=-1)
+    scalars = projected.give_back(torch.stack(columns, dim=-1))
     scattered = scatter(scalars, selection.indices, selection.num_rows)
     return rearrange(scattered, "(sequence batch) scalar -> sequence batch scalar", batch=request.batch)

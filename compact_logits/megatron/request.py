@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from compact_logits.errors import InputError
+from compact_logits.megatron.kept_rows import ContextShare
 from compact_logits.rows import RowSelection
 from compact_logits.scorers.log_prob import Entropy, check_entropy
 from compact_logits.scorers.nucleus import Nucleus
@@ -44,6 +45,7 @@ class Request:
     entropy: Entropy = "none"
     nucleus: Nucleus | None = None  # of the kept rows
     sum_p2: bool = False  # a third scalar a row, the sum of squared probabilities
+    share: ContextShare | None = None  # of all context-parallel ranks' rows; with a scalar temperature, no nucleus
     vocab_size: int | None = None  # ids from here on are padding, not counted; None counts every column
     chunk_bytes: int | None = None
     strict: bool = False
@@ -58,6 +60,10 @@ class Request:
             raise InputError(
                 f"the nucleus is of {self.nucleus.recorded.shape[0]} rows and {self.selection.kept} are kept; "
                 f"build it for the kept rows"
+            )
+        if self.share is not None and (self.nucleus is not None or isinstance(self.temperature, Tensor)):
+            raise InputError(
+                "context-parallel ranks exchange rows without a nucleus or a temperature of their own; leave share None"
             )
 
     @property

@@ -13,6 +13,7 @@ from compact_logits.cli.cpu_model import build_gpt, packed_seq_params, sum_gradi
 from compact_logits.layouts import Layout, contiguous, packed, zigzag
 from compact_logits.megatron import Request, attach, mark
 from compact_logits.megatron.attach import gpt_model_of
+from compact_logits.megatron.kept_rows import ContextShare
 from compact_logits.rows import RowSelection
 from compact_logits.scorers.log_prob import Entropy
 
@@ -133,11 +134,12 @@ def compact_pass(
     temperature: float = 1.0,
     entropy: Entropy = "loss",
     chunk_bytes: int | None = None,
+    share: ContextShare | None = None,
     **model: Any,
 ) -> Passed:
     gpt = _gpt(cut, model)
     attach(gpt)
-    request = Request(micro.selection, temperature=temperature, entropy=entropy, chunk_bytes=chunk_bytes)
+    request = Request(micro.selection, temperature=temperature, entropy=entropy, chunk_bytes=chunk_bytes, share=share)
     marked = mark(micro.loss_mask.clone(), request)
     scalars = gpt(micro.tokens, None, None, labels=None, packed_seq_params=micro.packed_seq_params, loss_mask=marked)
     assert request.compact, request.outcome

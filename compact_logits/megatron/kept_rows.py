@@ -1,0 +1,101 @@
+"""From the hidden states of a rank to the rows that it projects, and from their scalars back to its own rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from compact_logits.balance import Balanced, Transfers, pays, return_rows
+from compact_logits.errors import InputError
+from compact_logits.exchange import Local, Replicated, RowExchange, SequenceSharded
+from compact_logits.rows import RowSelection, select
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["ContextShare", "ProjectedRows", "project_rows"]
+
+
+@dataclass(frozen=True, eq=False)
+class ContextShare:
+    """The row selections of all context-parallel ranks, for each to project an equal share of their rows.
+
+    Every rank of `group` must be given the same, and must answer the same micro-batches in the same order. Where the
+    busiest rank would lose less than a tenth of its rows, nothing is exchanged.
+    """
+
+    group: ProcessGroup
+    selections: tuple[RowSelection, ...]  # in rank order
+
+    def __post_init__(self) -> None:
+        if len(self.selections) != self.group.size():
+            raise InputError(
+                f"needed the row selection of each of the {self.group.size()} context-parallel ranks, got "
+                f"{len(self.selections)}"
+            )
+
+    @property
+    def pays(self) -> bool:
+        return pays([selection.kept for selection in self.selections])
+
+
+@dataclass(frozen=True)
+class ProjectedRows:
+    """What a rank hands to the projection."""
+
+    rows: Tensor  # (local rows, hidden)
+    targets: Tensor  # (projected rows,) int64
+    exchange: RowExchange
+    give_back: Callable[[Tensor], Tensor]  # (projected rows, ...) to (kept rows of this rank, ...)
+
+
+def project_rows(
+    hidden: Tensor,  # (rows / shards, hidden)
+    selection: RowSelection,
+    group: ProcessGroup | None,  # tensor-parallel, None for one rank
+    share: ContextShare | None,
+    *,
+    sequence_parallel: bool,
+) -> ProjectedRows:
+    """Select this rank's kept rows, and say how they become the projected ones.
+
+    Collectives: none here. With a share that pays, the exchange and `give_back` have one all-to-all each over the
+    context-parallel group, forward and backward.
+    """
+    shards = group.size() if sequence_parallel and group is not None else 1
+    shard = group.rank() if sequence_parallel and group is not None else 0
+    rows = select(hidden, selection.of_shard(shard, shards))
+    if share is None or not share.pays:
+        exchange = _exchange(group, selection.counts(shards), sequence_parallel)
+        return ProjectedRows(rows, selection.targets, exchange, lambda values: values)
+    over, rank = share.group, share.group.rank()
+    counts = zip(*(each.counts(shards) for each in share.selections), strict=True)
+    transfers = [Transfers.even(of_ranks) for of_ranks in counts]
+    shares = tuple(sum(each.received(rank)) for each in transfers)
+    return ProjectedRows(
+        rows=rows,
+        targets=_targets(share, transfers, rank),
+        exchange=Balanced(_exchange(group, shares, sequence_parallel), over, transfers[shard]),
+        give_back=lambda values: return_rows(values, over, transfers),
+    )
+
+
+def _exchange(group: ProcessGroup | None, counts: tuple[int, ...], sequence_parallel: bool) -> RowExchange:
+    if sequence_parallel:
+        assert group is not None, "Megatron switches sequence parallelism off where there is one rank"
+        return SequenceSharded(group, counts)
+    return Local() if group is None else Replicated(group)
+
+
+def _targets(share: ContextShare, transfers: list[Transfers], rank: int) -> Tensor:  # (projected rows,)
+    of_ranks = [each.targets.split(list(each.counts(len(transfers)))) for each in share.selections]
+    parts = [
+        part
+        for shard, each in enumerate(transfers)
+        for part in each.parts(rank, [of_shards[shard] for of_shards in of_ranks])
+    ]
+    return torch.cat(parts)
