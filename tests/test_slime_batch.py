@@ -224,3 +224,30 @@ def test_recorded_nuclei_stand_at_the_kept_rows() -> None:
         nucleus_of(ids[:1], offsets, layout, selection)
     with pytest.raises(InputError, match=r"the nucleus of row 1 is \[4, 8\) of 6 recorded ids"):
         nucleus_of(ids, [torch.tensor([0, 3, 4, 8]), [0, 1]], layout, selection)
+
+
+def test_log_probs_of_other_engines_are_zero_where_the_mask_is(modules: dict[str, ModuleType]) -> None:
+    reported = [torch.tensor([-1.0, -90.0, -2.0]), torch.tensor([-torch.inf, -3.0])]
+    rollout = {
+        "loss_masks": [torch.tensor([1, 0, 3]), torch.tensor([0, 7, 1])],
+        "total_lengths": [5, 99],  # of which the stand-in cuts out every other token
+        "response_lengths": [3, 3],
+        "rollout_log_probs": list(reported),
+        "teacher_log_probs": None,
+    }
+    modules["actor"].compute_advantages_and_returns(RUN, rollout)
+    assert [each.tolist() for each in rollout["rollout_log_probs"]] == [[-1.0, 0.0, -2.0], [0.0, -3.0]]
+    assert reported[0][1] == -90 and rollout["teacher_log_probs"] is None and len(rollout["advantages"]) == 2
+
+
+def test_they_are_left_alone_where_the_run_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COMPACT_LOGITS", "1")
+    run = run_arguments(use_rollout_entropy=True)
+    with slime_stand_in(run) as modules:
+        slime.install()  # decided by the first pass
+        reported = [torch.tensor([-1.0, -90.0])]
+        rollout = {"loss_masks": [torch.tensor([1, 0])], "total_lengths": [5], "response_lengths": [2]}
+        rollout["teacher_log_probs"] = reported
+        modules["actor"].compute_advantages_and_returns(run, rollout)
+        assert rollout["teacher_log_probs"] is reported
+        slime.uninstall()

@@ -17,9 +17,9 @@ from tests.support.slime_stand_in import run_arguments, slime_stand_in
 
 REPLACED = {
     "data": ["get_batch"],
-    "loss": ["get_log_probs_and_entropy"],
+    "loss": ["get_log_probs_and_entropy", "compute_advantages_and_returns"],
     "model": ["get_batch", "forward_only", "train", "train_one_step"],
-    "actor": ["get_log_probs_and_entropy", "forward_only", "train"],
+    "actor": ["get_log_probs_and_entropy", "compute_advantages_and_returns", "forward_only", "train"],
 }
 
 

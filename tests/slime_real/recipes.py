@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 
-__all__ = ["LAYOUTS", "PIPELINES", "RECIPES", "REFUSED", "Layout", "Recipe"]
+__all__ = ["EXTREME", "LAYOUTS", "PIPELINES", "RECIPES", "REFUSED", "Layout", "Recipe"]
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,7 @@ class Recipe:
     model: dict[str, Any] = field(default_factory=dict)  # for build_gpt
     config: dict[str, Any] = field(default_factory=dict)  # what the file of `--custom-config-path` would set
     needs_cp1: bool = False
+    off_mask: float = 0.0  # what the rollout engine reports as log-probs of masked tokens
     unmasked_metrics: tuple[str, ...] = ()  # means over rows that do not count as well, so of another value here
 
     def __str__(self) -> str:
@@ -133,6 +134,20 @@ RECIPES = [
     Recipe("one sample all masked", f"{_OLD} --entropy-coef 0.01 {_KL} low_var_kl", masks="one empty"),
     Recipe("every sample all masked", f"{_OLD} --entropy-coef 0.01 {_KL} low_var_kl", masks="empty"),
     Recipe("two tokens a sample", f"{_OLD} --entropy-coef 0.01 {_KL} low_var_kl", masks="late"),
+]
+
+# The full path's ratios are finite there, e.g. exp(-4 + 90) in fp32; with 0 in place of the log-prob they are not.
+EXTREME = [
+    Recipe("tis, -90 at masked tokens", _TIS, off_mask=-90.0),
+    Recipe("mis, -90 at masked tokens", f"{_TIS} {_MIS}", config=_mis(), off_mask=-90.0),
+    Recipe("log-probs of the rollout, -90 at masked tokens", "--use-rollout-logprobs", off_mask=-90.0),
+    Recipe(
+        "reinforce++, k3 of the rollout's log-probs, -90 at masked tokens",
+        "--use-rollout-logprobs --advantage-estimator reinforce_plus_plus --kl-coef 0.1 --kl-loss-type k3",
+        off_mask=-90.0,
+        needs_cp1=True,
+        unmasked_metrics=("rollout/kl",),
+    ),
 ]
 
 # Left to the full path, which must then run as if nothing were installed.

@@ -19,7 +19,7 @@ from tests.slime_real.recipes import Layout, Recipe
 from tests.slime_real.rollout import make_rollout
 from tests.slime_real.tree import parse_flags
 
-__all__ = ["both_paths", "full_path", "sequences_alone", "with_a_row_lost"]
+__all__ = ["both_paths", "full_path", "sequences_alone", "with_a_row_lost", "with_wild_values_left"]
 
 
 def both_paths(rank: int, world: int, layout: Layout, recipes: Sequence[Recipe]) -> list[tuple[Result, Result]]:
@@ -36,6 +36,14 @@ def with_a_row_lost(rank: int, world: int, layout: Layout, recipe: Recipe) -> tu
     """The full path, and a compact one that overlooks the last counted row of every micro-batch."""
     with world_of(rank, world, layout):
         return run_recipe(recipe, layout), run_recipe(recipe, layout, before=_losing_a_row)
+
+
+def with_wild_values_left(
+    rank: int, world: int, layout: Layout, recipes: Sequence[Recipe]
+) -> list[tuple[Result, Result]]:
+    """The full path, and a compact one to which the log-probs of other engines come as they were reported."""
+    with world_of(rank, world, layout):
+        return [(run_recipe(each, layout), run_recipe(each, layout, before=_as_reported)) for each in recipes]
 
 
 def sequences_alone(rank: int, world: int, layout: Layout, recipe: Recipe) -> tuple[list[Tensor], list[Tensor]]:
@@ -70,4 +78,12 @@ def _losing_a_row(args: Namespace) -> Iterator[None]:
         return build(keep, *rest, **named)
 
     with patch.object(RowSelection, "build", build_without_last), compact_path(args):
+        yield
+
+
+@contextmanager
+def _as_reported(args: Namespace) -> Iterator[None]:
+    from compact_logits.integrations.slime import advantages
+
+    with patch.object(advantages, "_FROM_OTHER_ENGINES", ()), compact_path(args):
         yield

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.slime_real.compare import EQUAL, Tolerance, verdict
-from tests.slime_real.recipes import LAYOUTS, PIPELINES, RECIPES, REFUSED, Layout
-from tests.slime_real.runs import with_a_row_lost
+from tests.slime_real.recipes import EXTREME, LAYOUTS, PIPELINES, RECIPES, REFUSED, Layout
+from tests.slime_real.runs import with_a_row_lost, with_wild_values_left
 from tests.slime_real.tree import needs_trees
 from tests.slime_real.verdicts import verdicts
 from tests.support.ranks import RankPool
@@ -68,6 +68,18 @@ def test_what_is_not_proven_runs_as_if_nothing_were_installed(slime_ranks: RankP
         "custom tis": ["full path for the whole run", "--custom-tis-function-path"],
         "masks enlarged after the log-probs": ["full path for the whole run", "--rollout-data-postprocess-path"],
     }
+
+
+@pytest.mark.parametrize("layout", [LAYOUTS[0], LAYOUTS[4], LAYOUTS[6]], ids=str)
+def test_wild_log_probs_of_masked_tokens_reach_nothing(slime_ranks: RankPool, layout: Layout) -> None:
+    found = verdicts(slime_ranks, layout, EXTREME)
+    assert len(found) == (4 if layout.cp == 1 else 3) and set(found.values()) == {EQUAL}, found
+
+
+def test_left_as_they_are_they_reach_loss_and_metrics(slime_ranks: RankPool) -> None:
+    ((pairs),) = slime_ranks.run(1, with_wild_values_left, Layout(), EXTREME)
+    found = [verdict([full], [ours], Tolerance.of(Layout().dtype), ("rollout/kl",)) for full, ours in pairs]
+    assert all("nan" in each or "inf" in each for each in found), found
 
 
 def test_one_row_overlooked_is_noticed(slime_ranks: RankPool) -> None:

@@ -47,7 +47,12 @@ class Iterate:
 @contextmanager
 def slime_stand_in(run: Namespace) -> Iterator[dict[str, ModuleType]]:
     """slime's `data`, `loss` and `model` modules, and an `actor` that has taken functions of theirs by name."""
-    names = ["slime", "slime.backends", PACKAGE, *(f"{PACKAGE}.{name}" for name in ("data", "loss", "model", "actor"))]
+    names = [
+        "slime",
+        "slime.backends",
+        PACKAGE,
+        *(f"{PACKAGE}.{name}" for name in ("data", "loss", "model", "actor", "cp_utils")),
+    ]
     before = {name: sys.modules.get(name) for name in names}
     modules = {name.rpartition(".")[2]: ModuleType(name) for name in names}
     for name in names:
@@ -88,6 +93,12 @@ def slime_stand_in(run: Namespace) -> Iterator[dict[str, ModuleType]]:
         res: dict, *, logits_local_len: int, total_lengths: list[int], response_lengths: list[int]
     ) -> None: ...
 
+    def compute_advantages_and_returns(args: Namespace, rollout_data: dict) -> None:
+        rollout_data["advantages"] = [torch.ones_like(mask) for mask in rollout_data["loss_masks"]]
+
+    def slice_log_prob_with_cp(log_prob: Tensor, total_length: int, response_length: int) -> Tensor:
+        return log_prob[::2] if total_length == 99 else log_prob
+
     def forward_only(
         f: Any,
         args: Namespace,
@@ -108,6 +119,8 @@ def slime_stand_in(run: Namespace) -> Iterator[dict[str, ModuleType]]:
 
     data.get_batch = model.get_batch = get_batch
     loss.get_log_probs_and_entropy = actor.get_log_probs_and_entropy = get_log_probs_and_entropy
+    loss.compute_advantages_and_returns = actor.compute_advantages_and_returns = compute_advantages_and_returns
+    modules["cp_utils"].slice_log_prob_with_cp = slice_log_prob_with_cp
     loss._allgather_cp_redistribute = _allgather_cp_redistribute
     model.forward_only = actor.forward_only = forward_only
     model.train = actor.train = train

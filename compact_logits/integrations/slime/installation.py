@@ -7,6 +7,7 @@ import inspect
 import logging
 from argparse import Namespace
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 from megatron.core import parallel_state
@@ -14,6 +15,7 @@ from megatron.core.models.gpt import GPTModel
 
 from compact_logits.config import Config
 from compact_logits.errors import PatchError, RefusedError
+from compact_logits.integrations.slime.advantages import advantages_wrapper
 from compact_logits.integrations.slime.batch import CheckedIterator, mark_batch
 from compact_logits.integrations.slime.consumer import log_probs_wrapper
 from compact_logits.integrations.slime.passes import Pass, current_pass, of_forward_only, of_training, running
@@ -38,11 +40,9 @@ class Installation:
         model = importlib.import_module("slime.backends.megatron_utils.model")
         data = importlib.import_module("slime.backends.megatron_utils.data")
         loss = importlib.import_module("slime.backends.megatron_utils.loss")
-        redistribute = getattr(loss, "_allgather_cp_redistribute", None)
-        if redistribute is None:
-            raise PatchError(
-                "slime's loss module has no _allgather_cp_redistribute; this slime version is not supported"
-            )
+        cp_utils = importlib.import_module("slime.backends.megatron_utils.cp_utils")
+        redistribute = _used(loss, "_allgather_cp_redistribute")
+        self._cut = _used(cp_utils, "slice_log_prob_with_cp")
         self._megatron_args: Callable[[], Namespace] = model.get_args
         self._log_probs = Patch(
             loss,
@@ -56,6 +56,7 @@ class Installation:
             Patch(data, "get_batch", self._get_batch, requires=("data_iterator", "keys", "allgather_cp")),
             Patch(model, "forward_only", self._forward_only, requires=("f", "args", "use_rollout_top_p_replay")),
             Patch(model, "train", self._train, requires=("rollout_id", "model")),
+            Patch(loss, "compute_advantages_and_returns", self._advantages, requires=("args", "rollout_data")),
             Patch(model, "train_one_step", self._step, requires=("step_id", "model")),
             self._log_probs,
         )
@@ -81,6 +82,9 @@ class Installation:
 
     def _seam(self, original: Callable[..., Any]) -> Callable[..., Any]:
         return postprocess_wrapper(original, self.figures)
+
+    def _advantages(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        return advantages_wrapper(original, self._cut, self.decide)
 
     def _step(self, original: Callable[..., Any]) -> Callable[..., Any]:
         return step_wrapper(original, self.figures)
@@ -126,3 +130,11 @@ class Installation:
             return batch
 
         return get_batch
+
+
+def _used(module: ModuleType, name: str) -> Any:
+    """A function of slime's that is called and not replaced."""
+    found = getattr(module, name, None)
+    if found is None:
+        raise PatchError(f"{module.__name__} has no {name}; this slime version is not supported")
+    return found
