@@ -89,7 +89,9 @@ def run_recipe(
     actor._switch_model("rollout")
     reported = actor.compute_log_prob(iterators, rollout["num_microbatches"], store_prefix="rollout_")
     for key, values in reported.items():
-        rollout[key] = [torch.where(mask != 0, value, 0.0) for value, mask in zip(values, masks, strict=True)]
+        rollout[key] = [
+            torch.where(mask != 0, value, recipe.off_mask) for value, mask in zip(values, masks, strict=True)
+        ]
     actor._switch_model("actor")
     random = torch.Generator().manual_seed(12)
     critic = {"values": cut([torch.randn(length, generator=random) for length in rollout["response_lengths"]])}
