@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from compact_logits.config import Config
@@ -13,7 +14,11 @@ from compact_logits.integrations.slime.passes import Pass
 from compact_logits.integrations.slime.replay import nucleus_of
 from compact_logits.layouts import Layout, contiguous, packed, zigzag
 from compact_logits.megatron import Request, mark
+from compact_logits.megatron.kept_rows import ContextShare
 from compact_logits.rows import RowSelection
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 __all__ = ["CheckedIterator", "TokenList", "mark_batch"]
 
@@ -63,15 +68,13 @@ def mark_batch(
     allgather_cp: bool,
     cp_rank: int,
     cp_size: int,
+    cp_group: ProcessGroup | None = None,
 ) -> None:
     """Build the request of one micro-batch, hang it on its loss mask for the model and on its token list for the
-    consumer. One device synchronisation: the aligned loss mask is copied to the host. Collectives: none."""
-    num_rows = batch["tokens"].shape[1]
-    lengths = (batch["total_lengths"], batch["response_lengths"], num_rows)
-    if cp_size == 1:
-        layout = packed(*lengths)
-    else:
-        layout = (contiguous if allgather_cp else zigzag)(*lengths, cp_rank, cp_size)
+    consumer. One device synchronisation: the aligned loss mask is copied to the host; another where `config` asks for
+    equal shares over `cp_group`. Collectives: none."""
+    layouts = _layouts(batch, cp_size, allgather_cp=allgather_cp)
+    layout = layouts[cp_rank]
     keep = (batch["full_loss_masks"][0] != 0).cpu()
     stray = (keep & ~layout.predicts).nonzero()
     if stray.numel():
@@ -85,8 +88,12 @@ def mark_batch(
     nucleus = None
     if pass_.replays_nucleus and ids is not None and offsets is not None:  # slime itself raises where one is missing
         nucleus = nucleus_of(ids, offsets, layout, selection)
+    share = None
+    if config.cp_balance and cp_size > 1 and nucleus is None and cp_group is not None:
+        share = _share(batch, layouts, cp_group)
     request = Request(
         selection=selection,
+        share=share,
         temperature=pass_.temperature,
         entropy=pass_.entropy,
         nucleus=nucleus,
@@ -97,3 +104,19 @@ def mark_batch(
     carrier.request, carrier.layout = request, layout
     batch["unconcat_tokens"] = carrier
     batch["full_loss_masks"] = mark(batch["full_loss_masks"], request)
+
+
+def _layouts(batch: dict[str, Any], cp_size: int, *, allgather_cp: bool) -> list[Layout]:
+    """Those of all context-parallel ranks, which have the same lengths and as many rows."""
+    lengths = (batch["total_lengths"], batch["response_lengths"], batch["tokens"].shape[1])
+    if cp_size == 1:
+        return [packed(*lengths)]
+    return [(contiguous if allgather_cp else zigzag)(*lengths, rank, cp_size) for rank in range(cp_size)]
+
+
+def _share(batch: dict[str, Any], layouts: list[Layout], cp_group: ProcessGroup) -> ContextShare:
+    lengths = list(layouts[0].response_lengths)
+    masks = torch.cat(list(batch["loss_masks"])).cpu().split(lengths) if lengths else ()
+    tokens = layouts[0].join_tokens(batch["unconcat_tokens"])
+    selections = [RowSelection.build(each.rows_of_masks(masks), each.label_source, tokens) for each in layouts]
+    return ContextShare(cp_group, tuple(selections))

@@ -126,6 +126,7 @@ class Installation:
                     allgather_cp=allgather_cp,
                     cp_rank=parallel_state.get_context_parallel_rank(),
                     cp_size=parallel_state.get_context_parallel_world_size(),
+                    cp_group=parallel_state.get_context_parallel_group(check_initialized=False),
                 )
             return batch
 
