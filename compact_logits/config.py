@@ -38,11 +38,13 @@ class Config:
     `"strict"` raises `RefusedError` where `"on"` would leave it to the full path.
     `chunk_bytes`: transient bytes the head may hold for chunks of logits.
     `cp_balance`: whether context-parallel ranks even out the rows they project.
+    `check_ranks`: whether tensor-parallel ranks make sure that they were asked the same.
     """
 
     mode: Literal["off", "on", "strict"] = "off"
     chunk_bytes: int = DEFAULT_CHUNK_BYTES
     cp_balance: bool = False
+    check_ranks: bool = True
 
     @property
     def enabled(self) -> bool:
@@ -55,7 +57,7 @@ class Config:
         Raises `ConfigError` for an unknown value, and for an unknown name that begins with `COMPACT_LOGITS`,
         since a mistyped switch that does nothing costs its user a run.
         """
-        known = {_PREFIX, f"{_PREFIX}_CHUNK_BYTES", f"{_PREFIX}_CP_BALANCE"}
+        known = {_PREFIX, f"{_PREFIX}_CHUNK_BYTES", f"{_PREFIX}_CP_BALANCE", f"{_PREFIX}_CHECK_RANKS"}
         unknown = sorted(name for name in environ if name.startswith(_PREFIX) and name not in known)
         if unknown:
             raise ConfigError(
@@ -69,11 +71,16 @@ class Config:
             parsed = DEFAULT_CHUNK_BYTES if chunk_bytes is None else parse_bytes(chunk_bytes)
         except ConfigError as error:
             raise ConfigError(f"COMPACT_LOGITS_CHUNK_BYTES: {error}") from None
-        return cls(mode=_MODES[value], chunk_bytes=parsed, cp_balance=_switch(environ, f"{_PREFIX}_CP_BALANCE"))
+        return cls(
+            mode=_MODES[value],
+            chunk_bytes=parsed,
+            cp_balance=_switch(environ, f"{_PREFIX}_CP_BALANCE", "0"),
+            check_ranks=_switch(environ, f"{_PREFIX}_CHECK_RANKS", "1"),
+        )
 
 
-def _switch(environ: Mapping[str, str], name: str) -> bool:
-    value = environ.get(name, "0").strip()
+def _switch(environ: Mapping[str, str], name: str, default: str) -> bool:
+    value = environ.get(name, default).strip()
     if value not in ("0", "1"):
         raise ConfigError(f"{name} must be unset, 0 or 1, got {environ[name]!r}")
     return value == "1"

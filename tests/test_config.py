@@ -56,17 +56,25 @@ def test_balance_over_context_parallel_ranks(value: str | None, asked: bool) -> 
     assert Config.from_env(environ).cp_balance is asked
 
 
+@pytest.mark.parametrize(("value", "asked"), [(None, True), ("0", False), ("1", True)])
+def test_check_of_ranks(value: str | None, asked: bool) -> None:
+    environ = {} if value is None else {"COMPACT_LOGITS_CHECK_RANKS": value}
+    assert Config.from_env(environ).check_ranks is asked
+
+
+@pytest.mark.parametrize("name", ["COMPACT_LOGITS_CP_BALANCE", "COMPACT_LOGITS_CHECK_RANKS"])
 @pytest.mark.parametrize("value", ["", "yes", "2", "true"])
-def test_a_switch_is_0_or_1(value: str) -> None:
-    with pytest.raises(ConfigError, match=f"^COMPACT_LOGITS_CP_BALANCE must be unset, 0 or 1, got '{value}'$"):
-        Config.from_env({"COMPACT_LOGITS_CP_BALANCE": value})
+def test_a_switch_is_0_or_1(value: str, name: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{name} must be unset, 0 or 1, got '{value}'$"):
+        Config.from_env({name: value})
 
 
 def test_a_mistyped_name_is_an_error_and_other_names_are_none() -> None:
     with pytest.raises(
         ConfigError,
         match="unknown environment variable COMPACT_LOGITS_CHUNKBYTES; "
-        "the known ones are COMPACT_LOGITS, COMPACT_LOGITS_CHUNK_BYTES, COMPACT_LOGITS_CP_BALANCE",
+        "the known ones are COMPACT_LOGITS, COMPACT_LOGITS_CHECK_RANKS, COMPACT_LOGITS_CHUNK_BYTES, "
+        "COMPACT_LOGITS_CP_BALANCE",
     ):
         Config.from_env({"COMPACT_LOGITS": "1", "COMPACT_LOGITS_CHUNKBYTES": "1"})
     assert Config.from_env({"HOME": "/", "MY_COMPACT_LOGITS": "x"}) == Config()

@@ -15,6 +15,7 @@ from compact_logits.megatron.kept_rows import project_rows
 from compact_logits.megatron.main_grad import MainGrad
 from compact_logits.megatron.refusals import refuse_rows
 from compact_logits.megatron.request import Outcome, Request
+from compact_logits.megatron.same_question import check_same_question
 from compact_logits.megatron.thread_forward import forward_replaced
 from compact_logits.projection import score_hidden
 from compact_logits.rows import scatter
@@ -58,6 +59,7 @@ def armed(
             return ordinary(input_, weight, *args, **kwargs)
         used = head.weight if weight is None else weight
         reason = refuse_rows(input_, used, request, head.tp_group.size() if head.sequence_parallel else 1)
+        check_same_question(head, input_, request, refused=reason is not None)
         if reason is not None:
             request.outcome = Outcome("full", reason)
             return ordinary(input_, weight, *args, **kwargs)

@@ -49,6 +49,7 @@ class Request:
     vocab_size: int | None = None  # ids from here on are padding, not counted; None counts every column
     chunk_bytes: int | None = None
     strict: bool = False
+    check_ranks: bool = True  # raise where tensor-parallel ranks were asked something else
     outcome: Outcome | None = None
     _answer: StorageWeakRef | None = field(default=None, init=False, repr=False)
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from compact_logits.config import Config
@@ -109,5 +110,5 @@ def check() -> list[Finding]:
 def _config(args: argparse.Namespace | None) -> Config:
     config = Config.from_env(os.environ)
     if not config.enabled and getattr(args, _FLAG.strip("-").replace("-", "_"), False):
-        return Config(mode="on", chunk_bytes=config.chunk_bytes)
+        return replace(config, mode="on")
     return config

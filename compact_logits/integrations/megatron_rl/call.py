@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
+from compact_logits.config import Config
 from compact_logits.errors import InputError
 from compact_logits.integrations.megatron_rl.marks import Mark, mark_of
 from compact_logits.megatron.processor import output_processor
@@ -34,10 +35,10 @@ class LogProbsCall:
     def __init__(
         self,
         tokens: Tensor,  # (batch, sequence) int64
-        chunk_bytes: int | None,
+        config: Config,
     ) -> None:
         self._mark: Mark = mark_of(tokens)
-        self._chunk_bytes = chunk_bytes
+        self._config = config
         # Without context parallelism the last position's log-prob is cut off, and its label never read.
         self._labels = torch.cat([tokens[:, 1:], tokens[:, -1:]], dim=1)  # (batch, local sequence)
         self._keep = self._keep_of_all(tokens)  # (batch, local sequence) bool
@@ -98,7 +99,11 @@ class LogProbsCall:
             keep, torch.arange(keep.shape[0]), rearrange(self._labels, "batch position -> (position batch)")
         )
         self._request = Request(
-            selection, batch=batch, temperature=self._mark.temperature, chunk_bytes=self._chunk_bytes
+            selection,
+            batch=batch,
+            temperature=self._mark.temperature,
+            chunk_bytes=self._config.chunk_bytes,
+            check_ranks=self._config.check_ranks,
         )
         asked = {"output_processor": output_processor, "output_processor_context": (model, self._request)}
         return args, {**kwargs, **asked}

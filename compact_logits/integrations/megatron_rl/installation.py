@@ -115,7 +115,7 @@ class Installation:
             assert inner is not None
             if not inner.post_process:
                 return original(*args, **kwargs)
-            with LogProbsCall(tokens, self.config.chunk_bytes).running(inner):
+            with LogProbsCall(tokens, self.config).running(inner):
                 return original(*args, **kwargs)
 
         return get_logprobs
