@@ -16,6 +16,7 @@ __all__ = ["main"]
 
 # Each module has `add_arguments(parser)` and `run(args) -> int`.
 _COMMANDS = {
+    "bench": "time and memory of the head by the full path, ours and the peers that are here, beside the floor",
     "demo": "train a small GPTModel on the full and on the compact path, on the CPU, and compare",
     "doctor": "say what is installed, which seam is used, and what is on, off or refused, and why",
     "plan": "say how much memory the head takes on both paths, and which micro-batch fits a card",

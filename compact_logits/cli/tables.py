@@ -19,8 +19,11 @@ def need_rich(command: str) -> None:
         )
 
 
-def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: bool = False) -> None:
-    """Print a table; cells are text, never markup. `numbers`: all columns but the first are set to the right."""
+def print_table(
+    title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: bool = False, least_width: int = 0
+) -> None:
+    """Print a table; cells are text, never markup. `numbers`: all columns but the first are set to the right.
+    `least_width`: of the page, where the terminal is narrower."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -30,7 +33,9 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]
         table.add_column(column, justify="right" if numbers and place else "left", overflow="fold", no_wrap=not place)
     for row in rows:
         table.add_row(*[Text(printable(cell)) for cell in row])
-    Console().print(table)
+    console = Console()
+    console.width = max(console.width, least_width)
+    console.print(table)
 
 
 def printable(text: str) -> str:
