@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,23 @@ def test_the_masks_of_a_file_are_used(capsys: Any) -> None:
     contiguous = plan(capsys, *SMALL, *COARSE, *arguments, "--allgather-cp")
     assert contiguous["rollouts"]["kept"] == found["kept"]
     assert contiguous["rollouts"]["ranks"] != found["ranks"]
+    of_batches = [
+        [rank["kept"] for rank in found["ranks"] if rank["micro_batch"] == number]
+        for number in range(found["micro_batches"])
+    ]
+    assert found["critical_rows"] == sum(map(max, of_batches)) >= found["critical_rows_balanced"] >= found["kept"] / 2
+    # Cut at the end of one response after another, contiguous slices are far from even.
+    assert contiguous["rollouts"]["critical_rows_balanced"] < contiguous["rollouts"]["critical_rows"]
+
+
+def test_the_busiest_rank_is_told_before_and_after(capsys: Any) -> None:
+    assert main(["plan", *SMALL, *COARSE, "--rollouts", str(SHIPPED), "--micro-batch-tokens", "8192", "--cp", "4"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    match = re.search(
+        r"busiest CP rank projects, over all micro-batches: ([\d,]+); with .*BALANCE=1: ([\d,]+)", printed
+    )
+    assert match is not None
+    assert int(match[1].replace(",", "")) > int(match[2].replace(",", "")) > 0
 
 
 def test_a_plan_of_many_ranks_is_that_of_the_worst() -> None:

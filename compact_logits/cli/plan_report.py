@@ -118,6 +118,12 @@ class PlanReport:
         )
         columns = ("", "rows, most", "kept rows, mean", "most", "most on one shard")
         print_table(title, columns, rows, numbers=True)
+        if self.cp > 1:
+            before, after = (traffic.critical_rows(balanced=each) for each in (False, True))
+            print(
+                f"rows that the busiest CP rank projects, over all micro-batches: {before:,}; with "
+                f"COMPACT_LOGITS_CP_BALANCE=1: {after:,}"
+            )
 
     def _path_as_json(self, path: PathPlan) -> dict[str, Any]:
         return {
@@ -139,6 +145,8 @@ class PlanReport:
             "kept": traffic.kept,
             "density": traffic.density,
             "micro_batches": traffic.micro_batches,
+            "critical_rows": traffic.critical_rows(balanced=False),
+            "critical_rows_balanced": traffic.critical_rows(balanced=True),
             "ranks": [{**asdict(rank), "kept": rank.kept} for rank in traffic.ranks],
         }
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
+from compact_logits.balance import pays
 from compact_logits.cli.rollouts import Rollout
 from compact_logits.cli.slime_batches import RankRows, first_fit, rows_of_ranks
 from compact_logits.memory import HeadBytes, HeadSize, largest_fitting, simulate
@@ -57,6 +58,15 @@ class Traffic:
 
     def of_cp_rank(self, cp_rank: int) -> list[RankRows]:
         return [each for each in self.ranks if each.cp_rank == cp_rank]
+
+    def critical_rows(self, *, balanced: bool) -> int:
+        """Rows that the busiest context-parallel rank projects of each micro-batch, summed over them: what the others
+        wait for. `balanced`: with `COMPACT_LOGITS_CP_BALANCE`, where it pays."""
+        total = 0
+        for number in range(self.micro_batches):
+            kept = [each.kept for each in self.ranks if each.micro_batch == number]
+            total += -(-sum(kept) // len(kept)) if balanced and pays(kept) else max(kept)
+        return total
 
 
 @dataclass(frozen=True)
