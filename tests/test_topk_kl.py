@@ -55,7 +55,7 @@ def test_the_parity_check_fails_for_another_clamp() -> None:
 
 
 @pytest.mark.parametrize("settings", [{}, {"log_prob_min_clamp": -2.6}, {"temperature": 0.7}])
-def test_gradcheck(settings: dict[str, float]) -> None:
+def test_case_13_2_gradcheck_with_a_clamp_and_an_id_listed_twice(settings: dict[str, float]) -> None:
     case = topk_case(4, vocab=13, k=5, dtype=torch.float64)
     ids = case.ids.clone()
     ids[0, 1] = ids[0, 0]  # the same id twice
@@ -72,7 +72,7 @@ def test_a_temperature_a_row() -> None:
     assert_as_good_as_plain(out, case.logits.grad, case, weights(3, 17), temperature=temperature)
 
 
-def test_the_teacher_is_taken_as_given_and_only_the_student_is_tempered() -> None:
+def test_case_13_6_the_teacher_is_taken_as_given_and_only_the_student_is_tempered() -> None:
     case = topk_case(5, vocab=50, k=4)
     warm = topk_kl(*case, temperature=2.0)
     by_hand = topk_kl(case.logits / 2.0, case.log_probs, case.ids)
@@ -80,13 +80,13 @@ def test_the_teacher_is_taken_as_given_and_only_the_student_is_tempered() -> Non
     assert torch.equal(warm.teacher_mass, topk_kl(*case).teacher_mass)
 
 
-def test_normalised_once_whether_logits_or_log_probs_are_given() -> None:
+def test_case_13_3_normalised_once_whether_logits_or_log_probs_are_given() -> None:
     case = topk_case(6, vocab=300, k=9, dtype=torch.float64)
     from_log_probs = topk_kl(torch.log_softmax(case.logits, -1), case.log_probs, case.ids)
     torch.testing.assert_close(topk_kl(*case).loss, from_log_probs.loss, rtol=0, atol=1e-12)
 
 
-def test_an_id_listed_twice_counts_twice() -> None:
+def test_case_13_2_an_id_listed_twice_counts_twice() -> None:
     case = topk_case(2, 8, vocab=64, k=6)
     ids = case.ids.clone()
     ids[..., 3] = ids[..., 0]
@@ -120,7 +120,7 @@ def test_the_overlap_of_two_known_rows() -> None:
     assert out.overlap_count.dtype == torch.int64
 
 
-def test_no_entry_is_clipped_before_the_sum() -> None:
+def test_case_13_5_no_entry_is_clipped_before_the_sum() -> None:
     # q_2 log(q_2 / p_2) is negative and stays so; clipped at zero, the sum would be positive.
     p, q = torch.tensor([[0.5, 0.4, 0.1]]), torch.tensor([[0.4, 0.3]])
     assert topk_kl(p.log(), q.log(), torch.tensor([[0, 1]])).loss.item() == pytest.approx(-0.1755620, abs=1e-6)

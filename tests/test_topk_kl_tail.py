@@ -19,7 +19,7 @@ def known(p: list[float], q: list[float], dtype: torch.dtype = torch.float64) ->
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_golden_head_and_tail(dtype: torch.dtype) -> None:
+def test_case_13_1_golden_head_and_tail(dtype: torch.dtype) -> None:
     logits, log_probs, ids = known([0.4, 0.3], [0.5, 0.4, 0.06, 0.04], dtype)
     truncated = topk_kl(logits, log_probs, ids)
     assert truncated.loss.item() == pytest.approx(-0.1755620, abs=5e-7)
@@ -36,7 +36,7 @@ def test_golden_head_and_tail(dtype: torch.dtype) -> None:
     torch.testing.assert_close(logits.grad, torch.tensor([[0.1, 0.1, -0.12, -0.08]], dtype=dtype))
 
 
-def test_a_teacher_without_a_tail() -> None:
+def test_case_13_1_a_teacher_without_a_tail() -> None:
     logits, log_probs, ids = known([0.6, 0.4], [0.3, 0.2, 0.5])
     out = topk_kl(logits, log_probs, ids, tail=True)
     assert out.loss.item() == pytest.approx(0.6931472, abs=1e-7)
@@ -46,7 +46,7 @@ def test_a_teacher_without_a_tail() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_a_student_without_a_tail_is_bounded_by_the_guard(dtype: torch.dtype) -> None:
+def test_case_13_1_a_student_without_a_tail_is_bounded_by_the_guard(dtype: torch.dtype) -> None:
     logits = torch.tensor([[0.0, 0.0, -200.0]], dtype=dtype, requires_grad=True)
     out = topk_kl(logits, torch.tensor([[0.4, 0.4]], dtype=dtype).log(), torch.tensor([[0, 1]]), tail=True)
     head = 0.8 * math.log(0.4 / 0.5)
@@ -56,7 +56,7 @@ def test_a_student_without_a_tail_is_bounded_by_the_guard(dtype: torch.dtype) ->
     torch.testing.assert_close(logits.grad, torch.tensor([[0.0, 0.0, 0.0]], dtype=dtype), rtol=0, atol=1e-7)
 
 
-def test_equal_distributions_have_no_loss_and_no_gradient() -> None:
+def test_case_13_1_equal_distributions_have_no_loss_and_no_gradient() -> None:
     for dtype, atol in ((torch.float64, 1e-15), (torch.float32, 1e-7)):
         logits = torch.randn(6, 40, generator=torch.Generator().manual_seed(0)).to(dtype).requires_grad_()
         top = torch.log_softmax(logits.detach(), -1).topk(7)
@@ -112,7 +112,7 @@ def test_never_negative_in_fp32(k: int) -> None:
 
 
 @pytest.mark.parametrize("gap", [10.0, 18.0, 21.0, 30.0])
-def test_a_tail_that_one_minus_the_head_would_lose(gap: float) -> None:
+def test_case_13_1_a_tail_that_one_minus_the_head_would_lose(gap: float) -> None:
     logits = torch.zeros(1, 50)
     logits[:, :4] = gap
     case_ids = torch.arange(4)[None]
