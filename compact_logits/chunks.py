@@ -34,7 +34,6 @@ class ChunkPlan:
     rows: int
     chunk: int
     block: int
-    kept: int  # leading rows whose logits forward may leave for backward, a whole number of chunks or all rows
 
     def chunks(self) -> Iterator[slice]:
         for start in range(0, self.rows, self.chunk):
@@ -48,10 +47,10 @@ class ChunkPlan:
 
     def bytes_in_forward(self, vocab_local: int, dtype: torch.dtype, *, keeps: bool, spare: bool) -> int:
         """The most bytes of logits that stand at one time in a forward pass, which `keeps` some for backward or not."""
-        kept = self.kept if keeps else 0
-        chunk = self.chunk if self.rows > kept else 0
-        blocks = (keeps or dtype != work_dtype(dtype)) + spare if self.rows else 0
-        return vocab_local * ((kept + chunk) * dtype.itemsize + blocks * self.block * work_dtype(dtype).itemsize)
+        if not self.rows:
+            return 0
+        blocks = (keeps or dtype != work_dtype(dtype)) + spare
+        return vocab_local * (self.chunk * dtype.itemsize + blocks * self.block * work_dtype(dtype).itemsize)
 
 
 def plan_chunks(
@@ -61,27 +60,27 @@ def plan_chunks(
     device: torch.device,
     chunk_bytes: int | None,
 ) -> ChunkPlan:
-    """Split `chunk_bytes` into two blocks of fp32 scratch, a chunk in the model's dtype, and as much again for logits
-    that forward keeps for backward. At least one row is held, however small the budget."""
+    """Split `chunk_bytes` into two blocks of fp32 scratch and a chunk in the model's dtype. At least one row is held,
+    however small the budget."""
     budget = DEFAULT_CHUNK_BYTES if chunk_bytes is None else chunk_bytes
     work_row = max(vocab_local, 1) * work_dtype(dtype).itemsize
     row = max(vocab_local, 1) * dtype.itemsize
     block_bytes = min(_BLOCK_BYTES.get(device.type, _BLOCK_BYTES_ELSEWHERE), budget // 16)
     block = max(block_bytes // work_row, 1)
-    most = max((budget - 2 * block * work_row) // (2 * row), 1)
+    most = max((budget - 2 * block * work_row) // row, 1)
     # Equal chunks: a short last chunk would cost a whole GEMM's start-up for few rows.
     count = max(-(-rows // most), 1)
     chunk = max(-(-rows // count), 1)
-    return ChunkPlan(rows=rows, chunk=chunk, block=min(block, chunk), kept=min(chunk, rows))
+    return ChunkPlan(rows=rows, chunk=chunk, block=min(block, chunk))
 
 
 class Scratch:
     """The buffers of one pass, each made when first asked for and reused after: a chunk of logits in the model's
-    dtype, a block in the working dtype, and a block to spare."""
+    dtype, for which memory may be `given`, a block in the working dtype, and a block to spare."""
 
-    def __init__(self, plan: ChunkPlan, vocab_local: int, like: Tensor) -> None:
+    def __init__(self, plan: ChunkPlan, vocab_local: int, like: Tensor, given: Tensor | None = None) -> None:
         self._plan, self._vocab_local, self._like = plan, vocab_local, like
-        self._buffers: dict[str, Tensor] = {}
+        self._buffers: dict[str, Tensor] = {} if given is None else {"chunk": given}
 
     def chunk(self, rows: int) -> Tensor:  # (rows, vocab_local), the model's dtype
         return self._buffer("chunk", self._plan.chunk, self._like.dtype)[:rows]

@@ -55,8 +55,8 @@ def score_hidden(
     vocabulary's group, or one rank where that is `None`). `weight_grad` says where the weight's gradient goes.
 
     Memory: at most `chunk_bytes` of logits; saved for backward are the projected rows, O(rows) scalars and the logits
-    of the leading chunk. Backward forms the other chunks' logits again. Collectives: those of `exchange` and of
-    `scorer.merge`, whatever the number of chunks and also with zero rows.
+    of the last chunk, over which backward then writes. It forms the other chunks' logits again. Collectives: those of
+    `exchange` and of `scorer.merge`, whatever the number of chunks and also with zero rows.
     """
     if exchange is None:
         exchange = Local() if group is None or group.size() == 1 else Replicated(group)
@@ -86,8 +86,9 @@ class _ScoreHidden(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         rows = exchange.gather(hidden)
         plan = plan_chunks(rows.shape[0], weight.shape[0], rows.dtype, rows.device, chunk_bytes)
-        outputs, saved, kept = _forward(rows, weight, bias, scorer, plan, keep=True)
-        ctx.save_for_backward(rows, weight, bias, kept, *scorer.inputs, *saved)
+        outputs, saved, left = _forward(rows, weight, bias, scorer, plan, keep=True)
+        ctx.save_for_backward(rows, weight, bias, left, *scorer.inputs, *saved)
+        ctx.spent = False
         ctx.scorer, ctx.exchange, ctx.weight_grad, ctx.plan = scorer, exchange, weight_grad, plan
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*[o for o, d in zip(outputs, scorer.differentiable, strict=True) if not d])
@@ -96,27 +97,29 @@ class _ScoreHidden(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        rows, weight, bias, kept, *rest = ctx.saved_tensors
+        rows, weight, bias, left, *rest = ctx.saved_tensors
         saved = rest[len(ctx.scorer.inputs) :]
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         plan: ChunkPlan = ctx.plan
         work = work_dtype(rows.dtype)
         grads = tuple(g if g is None else g.to(work) for g in grads)
-        scratch = Scratch(plan, weight.shape[0], rows)
+        # The logits that forward has left are turned into their gradient where they are, and all other chunks are
+        # formed in the same memory. `data` keeps that from autograd, which would refuse a second backward; that one
+        # finds them spent, and forms them again.
+        scratch = Scratch(plan, weight.shape[0], rows, left.data)
+        ready, ctx.spent = not ctx.spent, True
         d_rows = torch.empty_like(rows, memory_format=torch.contiguous_format) if needs_hidden else None
         d_bias = torch.zeros(weight.shape[0], dtype=work, device=rows.device) if needs_bias else None
         chunks = list(plan.chunks())
         if needs_weight:
             ctx.weight_grad.begin(weight, len(chunks))
         wait = None
-        for chunk in chunks:
+        for chunk in reversed(chunks):
             d_logits = scratch.chunk(_length(chunk))
-            was_kept = chunk.stop <= kept.shape[0]
-            logits = kept[chunk] if was_kept else _project(rows[chunk], weight, bias, d_logits)
+            if not (ready and chunk == chunks[-1]):
+                _project(rows[chunk], weight, bias, d_logits)
             for local, block in plan.blocks(chunk):
-                z = d_logits[local] if d_logits.dtype == work else scratch.block(_length(block))
-                if was_kept or d_logits.dtype != work:
-                    z.copy_(logits[local])
+                z = d_logits[local] if d_logits.dtype == work else scratch.block(_length(block)).copy_(d_logits[local])
                 ctx.scorer.d_logits_(
                     z,
                     scratch.spare(_length(block)) if ctx.scorer.needs_spare else None,
@@ -130,7 +133,7 @@ class _ScoreHidden(torch.autograd.Function):
                     d_logits[local].copy_(z)
             if d_rows is not None:
                 torch.mm(d_logits, weight, out=d_rows[chunk])
-                if chunk.stop == plan.rows:  # the reduction runs while the last weight product is formed
+                if chunk == chunks[0]:  # the reduction runs while the last weight product is formed
                     wait = ctx.exchange.start_reduce(d_rows)
             if needs_weight:
                 ctx.weight_grad.add(d_logits, rows[chunk])
@@ -152,14 +155,13 @@ def _forward(
     plan: ChunkPlan,
     *,
     keep: bool,
-) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:  # outputs, saved, kept logits (kept, vocab_local)
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:  # outputs, saved, buffer (chunk, vocab_local)
+    """The buffer begins with the logits of the last chunk, as they were projected if `keep`."""
     scratch = Scratch(plan, weight.shape[0], rows)
-    kept = rows.new_empty(plan.kept if keep else 0, weight.shape[0])
     stats = rows.new_empty(plan.rows, scorer.stats_width, dtype=work_dtype(rows.dtype))
     for chunk in plan.chunks():
-        keeping = chunk.stop <= kept.shape[0]
-        out = kept[chunk] if keeping else scratch.chunk(_length(chunk))
-        logits = _project(rows[chunk], weight, bias, out)
+        logits = _project(rows[chunk], weight, bias, scratch.chunk(_length(chunk)))
+        keeping = keep and chunk.stop == plan.rows
         for local, block in plan.blocks(chunk):
             z = logits[local]
             if keeping or z.dtype != stats.dtype:
@@ -167,7 +169,7 @@ def _forward(
             spare = scratch.spare(_length(block)) if scorer.needs_spare else None
             stats[block] = scorer.local_stats(z, spare, block)
     outputs, saved = scorer.merge(stats)
-    return outputs, saved, kept
+    return outputs, saved, scratch.chunk(plan.chunk) if plan.rows else rows.new_empty(0, weight.shape[0])
 
 
 def _project(

@@ -11,7 +11,9 @@ from compact_logits.chunks import work_dtype
 
 __all__ = ["ReturnedWeightGrad", "WeightGrad", "accumulate_product_"]
 
+# What is widened at a time: no more than this, and than a small part of the chunk, so that the budget holds.
 _UPCAST_BYTES = 8 * 2**20
+_UPCAST_PART = 32
 
 
 class WeightGrad(Protocol):
@@ -43,7 +45,8 @@ def accumulate_product_(
     # No product with a wider result here: widen the factors, a slice of the vocabulary at a time. Rounding each
     # chunk's product to the model's dtype instead would let the error grow with the number of chunks.
     wide_hidden = hidden.to(total.dtype)
-    step = max(_UPCAST_BYTES // (total.dtype.itemsize * max(d_logits.shape[0], 1)), 1)
+    most = min(_UPCAST_BYTES, d_logits.nbytes // _UPCAST_PART)
+    step = max(most // (total.dtype.itemsize * max(d_logits.shape[0], 1)), 1)
     for start in range(0, total.shape[0], step):
         wide = d_logits[:, start : start + step].to(total.dtype)
         total[start : start + step].addmm_(wide.t(), wide_hidden)

@@ -9,7 +9,7 @@ from compact_logits.cli.bench_case import Case, Inputs, Results
 from compact_logits.cli.bench_ways import Way
 from compact_logits.errors import CompactLogitsError
 
-__all__ = ["OURS", "PEERS", "Bound", "errors", "judge", "results"]
+__all__ = ["OURS", "PEERS", "Bound", "WithoutGradient", "errors", "judge", "results"]
 
 Bound = tuple[float, float]
 

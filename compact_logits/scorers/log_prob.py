@@ -13,6 +13,7 @@ from compact_logits import validation
 from compact_logits.errors import InputError
 from compact_logits.given_logits import rows_of, score_logits
 from compact_logits.projection import as_autocast, score_hidden
+from compact_logits.scorers.passes import affine_, exponentials
 from compact_logits.scorers.temperature import inverse_temperature, temper_
 from compact_logits.vocab_parallel import VocabShard, gather_stats, merge_softmax
 
@@ -67,6 +68,11 @@ class LogProbScorer:
         """The part of this rank's shard that is no padding."""
         return self.shard.below(self.vocab_size)
 
+    @cached_property
+    def _local_targets(self) -> tuple[Tensor, Tensor]:  # local ids (rows,), owned (rows,) bool
+        """Once for all blocks, since a few operations on a few rows weigh as much as a pass over a small block."""
+        return self.counted.local_ids(self.targets)
+
     @property
     def stats_width(self) -> int:
         return 3 + (self.entropy != "none") + self.sum_p2
@@ -91,20 +97,20 @@ class LogProbScorer:
             return stats
         z, spare = self._counted_columns(z), None if spare is None else self._counted_columns(spare)
         temper_(z, self.temperature, rows)
-        ids, owned = self.counted.local_ids(self.targets[rows])
+        ids, owned = (tensor[rows] for tensor in self._local_targets)
         stats[:, 2] = z.gather(1, ids[:, None]).squeeze(1).masked_fill_(~owned, torch.nan)
         maximum = z.amax(dim=1)
         stats[:, 0] = maximum
         z.sub_(maximum.masked_fill(maximum == -torch.inf, 0.0)[:, None])
         if spare is None:
-            exponentials = z.exp_()
-            stats[:, 1] = exponentials.sum(dim=1)
+            shares = exponentials(z, out=z)
+            stats[:, 1] = shares.sum(dim=1)
         else:
-            exponentials = torch.exp(z.clamp_(min=_FLOOR), out=spare)
-            stats[:, 1] = exponentials.sum(dim=1)
-            stats[:, 3] = z.mul_(exponentials).sum(dim=1)
+            shares = exponentials(z.clamp_(min=_FLOOR), out=spare)
+            stats[:, 1] = shares.sum(dim=1)
+            stats[:, 3] = z.mul_(shares).sum(dim=1)
         if self.sum_p2:
-            stats[:, -1] = exponentials.square_().sum(dim=1)
+            stats[:, -1] = shares.square_().sum(dim=1)
         return stats
 
     def _counted_columns(
@@ -166,13 +172,13 @@ class LogProbScorer:
         inverse_sum = saved[1] * scale
         z.sub_(maximum[:, None])
         if d_entropy is None:
-            z.exp_().mul_((-d_log_prob * inverse_sum)[:, None])
+            exponentials(z, out=z).mul_((-d_log_prob * inverse_sum)[:, None])
         else:
             # -p (d_log_prob + d_entropy (log p + H)), the bracket being affine in the shifted logit.
             assert spare is not None
             constant = d_log_prob + d_entropy * saved[2]
-            torch.exp(z.clamp_(min=_FLOOR), out=spare)
-            torch.addcmul((-constant * inverse_sum)[:, None], z, (-d_entropy * inverse_sum)[:, None], out=z)
+            exponentials(z.clamp_(min=_FLOOR), out=spare)
+            affine_(z, -d_entropy * inverse_sum, -constant * inverse_sum)
             z.mul_(spare)
         self.add_at_target_(z, rows, d_log_prob * scale)
 
@@ -194,7 +200,7 @@ class LogProbScorer:
         if self.counted.size == 0:
             return
         # One id a row, so reading, adding and writing back is exact and deterministic where scatter_add_ is not.
-        ids, owned = self.counted.local_ids(self.targets[rows])
+        ids, owned = (tensor[rows] for tensor in self._local_targets)
         z.scatter_(1, ids[:, None], z.gather(1, ids[:, None]) + values.masked_fill(~owned, 0.0)[:, None])
 
 
