@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from compact_logits.cli.torchforge_paths import Way, gathered_definition, ways
+from compact_logits.dtensor import chunk_bounds
 
 __all__ = ["Measured", "Sizes", "bench_rank"]
 
@@ -123,9 +124,12 @@ def _truth(sizes: Sizes, hidden: Tensor, weight: Tensor, ids: Tensor, upstream: 
 def _results(
     way: Way, mesh: DeviceMesh, sizes: Sizes, hidden: Tensor, weight: Tensor, ids: Tensor, upstream: Tensor
 ) -> list[Tensor]:
+    # Every rank has the whole tensors: to distribute them would send rank 0's, in torch 2.6 always.
+    whole: Any = {"run_check": False, "shape": weight.shape, "stride": weight.stride()}
+    mine = weight[slice(*chunk_bounds(weight.shape[0], mesh.size(), mesh.get_local_rank()))].clone()
     leaves: list[Any] = [
-        distribute_tensor(hidden, mesh, [Replicate()], src_data_rank=None).requires_grad_(sizes.training),
-        distribute_tensor(weight, mesh, [Shard(0)], src_data_rank=None).requires_grad_(sizes.training),
+        DTensor.from_local(hidden, mesh, [Replicate()], run_check=False).detach().requires_grad_(sizes.training),
+        DTensor.from_local(mine, mesh, [Shard(0)], **whole).requires_grad_(sizes.training),
     ]
     with torch.set_grad_enabled(sizes.training), way.around():
         values = way.run(leaves[0], leaves[1], ids)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import inspect
+from typing import Any
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -10,6 +12,11 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
 __all__ = ["cut", "mesh_of"]
+
+# In torch 2.6 rank 0's tensor always goes to the others, which here have the same one.
+_NO_BROADCAST: dict[str, Any] = (
+    {"src_data_rank": None} if "src_data_rank" in inspect.signature(distribute_tensor).parameters else {}
+)
 
 
 @functools.cache
@@ -20,4 +27,4 @@ def mesh_of(*sizes: int) -> DeviceMesh:
 
 def cut(tensor: Tensor, mesh: DeviceMesh, placements: list[Placement], *, grad: bool = False) -> DTensor:
     """The same tensor on every rank, as a DTensor leaf."""
-    return distribute_tensor(tensor, mesh, placements, src_data_rank=None).requires_grad_(grad)
+    return distribute_tensor(tensor, mesh, placements, **_NO_BROADCAST).requires_grad_(grad)
