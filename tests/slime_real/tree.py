@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-__all__ = ["load_actor", "needs_trees", "parse_flags"]
+__all__ = ["leave_blank", "load_actor", "needs_trees", "parse_flags"]
 
 _ROOTS = ("SLIME_ROOT", "MEGATRON_ROOT")  # in the order of the path: both have a folder of examples
 
@@ -58,7 +58,7 @@ def load_actor() -> ModuleType:
     importlib.import_module("torch._dynamo").config.disable = True
     roots = [Path(os.environ[root]).resolve() for root in _ROOTS]
     sys.path[:0] = [str(root) for root in roots]
-    sys.meta_path.insert(0, _Blanks())
+    leave_blank()
     core = importlib.import_module("megatron.core")
     assert Path(core.__file__).is_relative_to(roots[1]), f"megatron.core came from {core.__file__}, not {roots[1]}"
     actor = importlib.import_module("slime.backends.megatron_utils.actor")
@@ -71,6 +71,11 @@ def load_actor() -> ModuleType:
     }
     vars(accelerator).update(answers)
     return actor
+
+
+def leave_blank() -> None:
+    """From now on, what slime imports and the passes never reach may be imported, and does nothing. For good."""
+    sys.meta_path.insert(0, _Blanks())
 
 
 def parse_flags(flags: str) -> Namespace:
