@@ -12,7 +12,7 @@ def _on_both_ranks(build, totals: list[int], responses: list[int], num_rows: int
     return [build(totals, responses, num_rows, rank, 2) for rank in range(2)]
 
 
-def test_packed_labels_stop_at_the_border_between_two_sequences():
+def test_case_7_3_packed_labels_stop_at_the_border_between_two_sequences():
     layout = packed([3, 2], [2, 1], 6)
     tokens = layout.join_tokens([torch.tensor([10, 11, 12]), torch.tensor([20, 21])])
     assert layout.source.tolist() == [0, 1, 2, 3, 4, -1]
@@ -21,7 +21,7 @@ def test_packed_labels_stop_at_the_border_between_two_sequences():
     assert layout.predicts.tolist() == [True, True, False, True, False, False]
 
 
-def test_the_first_response_token_is_predicted_by_the_last_prompt_row():
+def test_case_7_2_the_first_response_token_is_predicted_by_the_last_prompt_row():
     layout = packed([5], [2], 8)
     assert layout.response_rows(0).tolist() == [2, 3]
     assert layout.label_source[2] == 3, (
@@ -92,7 +92,7 @@ def test_contiguous_slices_ignore_where_sequences_end():
 
 
 @pytest.mark.parametrize(("build", "rank"), [(zigzag, 1), (contiguous, 0)])
-def test_a_rank_with_prompt_only_has_an_empty_response(build, rank):
+def test_case_7_5_a_rank_with_prompt_only_has_an_empty_response(build, rank):
     layout = build([8], [1], 4, rank, 2)
     assert layout.local_response_lengths == (0,)
     values = torch.randn(4, 3, requires_grad=True)
@@ -103,7 +103,7 @@ def test_a_rank_with_prompt_only_has_an_empty_response(build, rank):
     assert not layout.rows_of_masks([torch.ones(1)]).any()
 
 
-def test_rows_may_exceed_the_tokens_by_any_padding():
+def test_case_7_6_rows_may_exceed_the_tokens_by_any_padding():
     totals = [1820, 6247, 7334]
     layout = packed(totals, [20, 47, 34], 15616)
     assert not layout.predicts[sum(totals) :].any()
@@ -148,7 +148,7 @@ def test_contiguous_keeps_that_zero_on_the_rank_of_the_row_before():
     assert [local.tolist() for local in first.to_responses(torch.ones(4))] == [[1, 1, 1], [0]]
 
 
-def test_trailing_axes_pass_through_both_ways():
+def test_case_7_11_trailing_axes_pass_through_both_ways():
     layout = zigzag([7, 5], [4, 2], 10, cp_rank=1, cp_size=2)
     values = torch.randn(10, 3, 2)
     local = layout.to_responses(values)

@@ -104,7 +104,7 @@ def test_rows_and_responses_stand_where_the_naive_layout_puts_them(kind, cp_size
 
 
 @on_every_rank
-def test_round_trip_restores_every_response(kind, cp_size):
+def test_case_7_5_and_1_13_round_trip_restores_every_response(kind, cp_size):
     generator = torch.Generator().manual_seed(3)
     for totals, responses in _cases():
         num_rows = _places(kind, totals, cp_size)[1] + 5

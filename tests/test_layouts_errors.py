@@ -33,7 +33,7 @@ def test_lengths_that_cannot_be(build):
         build([3, 4], [2], 64)
 
 
-def test_too_few_rows():
+def test_case_7_6_too_few_rows():
     with _refused("packed layout of 2 sequences with 7 tokens needs 7 rows on this rank, got 6; pass the rows"):
         packed([3, 4], [1, 1], 6)
     with _refused(

@@ -25,7 +25,7 @@ def plain_model(**config: Any) -> Any:
     return build_gpt(tp=1, vocab=VOCAB, layers=1, **config)
 
 
-def test_one_of_two_models_of_a_class(rank_pool: RankPool) -> None:
+def test_case_8_4_and_12_6_one_of_two_models_attached_twice(rank_pool: RankPool) -> None:
     rank_pool.run(1, one_of_two)
 
 
@@ -49,7 +49,7 @@ def one_of_two(rank: int, world: int) -> None:
         assert torch.equal(call(ours, MICRO, loss_mask), logits)
 
 
-def test_unmarked_calls_are_untouched(rank_pool: RankPool) -> None:
+def test_case_8_5_unmarked_calls_are_untouched(rank_pool: RankPool) -> None:
     rank_pool.run(1, unmarked)
 
 
@@ -67,7 +67,7 @@ def unmarked(rank: int, world: int) -> None:
             )
 
 
-def test_a_wrapper_that_makes_a_new_loss_mask_gets_logits(rank_pool: RankPool) -> None:
+def test_case_8_4_a_wrapper_that_makes_a_new_loss_mask_gets_logits(rank_pool: RankPool) -> None:
     rank_pool.run(1, new_mask)
 
 
@@ -98,7 +98,7 @@ def new_mask(rank: int, world: int) -> None:
             assert keeps or (request.outcome is None and torch.equal(output, plain))
 
 
-def test_an_exception_leaves_the_model_as_it_was(rank_pool: RankPool) -> None:
+def test_case_8_4_an_exception_leaves_the_model_as_it_was(rank_pool: RankPool) -> None:
     rank_pool.run(1, raises_midway)
 
 

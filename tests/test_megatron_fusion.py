@@ -82,7 +82,7 @@ def compared(rank: int, world: int, kind: str, tied: bool) -> None:
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("kind", SETTINGS)
-def test_the_sum_of_all_micro_batches(rank_pool: RankPool, kind: str, tied: bool) -> None:
+def test_case_3_10_and_9_3_the_sum_of_all_micro_batches(rank_pool: RankPool, kind: str, tied: bool) -> None:
     rank_pool.run(1, compared, kind, tied)
 
 
@@ -100,7 +100,7 @@ def loses(rank: int, world: int) -> None:
     assert torch.allclose(naive[EMBEDDING], plain[EMBEDDING], rtol=1e-4, atol=1e-5), "all else is as it should be"
 
 
-def test_a_frozen_head_needs_no_main_grad(rank_pool: RankPool) -> None:
+def test_case_9_3_a_frozen_head_needs_no_main_grad(rank_pool: RankPool) -> None:
     rank_pool.run(1, frozen_head)
 
 

@@ -37,7 +37,7 @@ def double_model(**more: Any) -> Any:
     return build_gpt(**{**MODEL, **more})
 
 
-def test_tied_and_untied(rank_pool: RankPool) -> None:
+def test_case_9_1_tied_and_untied(rank_pool: RankPool) -> None:
     rank_pool.run(1, weights_of_both)
 
 
@@ -82,7 +82,7 @@ def bias_and_frozen(rank: int, world: int) -> None:
         assert_as_the_full_path(lambda: frozen(""), MICRO)
 
 
-def test_a_weight_that_a_pre_hook_fills(rank_pool: RankPool) -> None:
+def test_case_9_2_a_weight_that_a_pre_hook_fills(rank_pool: RankPool) -> None:
     rank_pool.run(1, filled_by_a_pre_hook)
 
 
@@ -156,7 +156,7 @@ def poisoned_allocator(rank: int, world: int) -> None:
                 assert gradient is not None and not gradient.any(), name
 
 
-def test_mup_scales_the_logits(rank_pool: RankPool) -> None:
+def test_case_10_5_mup_scales_the_logits(rank_pool: RankPool) -> None:
     from megatron.core.models.gpt import GPTModel
 
     if "output_processor" not in inspect.signature(GPTModel._postprocess).parameters:

@@ -46,7 +46,7 @@ def compare(rank: int, world: int, cut: Cut, dtype: torch.dtype, tied: bool) -> 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("cut", CUTS, ids=str)
-def test_values_and_every_gradient_are_the_full_path_s(
+def test_case_3_6_and_4_3_values_and_every_gradient_are_the_full_path_s(
     rank_pool: RankPool, cut: Cut, dtype: torch.dtype, tied: bool
 ) -> None:
     compared = rank_pool.run(cut.world, compare, cut, dtype, tied, timeout=300)

@@ -25,7 +25,7 @@ def both_paths(rank: int, world: int, pipeline: Pipeline, tied: bool) -> tuple[R
     [(Pipeline(1, 2), True), (Pipeline(1, 2, vpp=2), False), (Pipeline(2, 2), False)],
     ids=["1F1B, tied", "interleaved", "1F1B, TP"],
 )
-def test_every_stage_is_as_on_the_full_path(rank_pool: RankPool, pipeline: Pipeline, tied: bool) -> None:
+def test_case_8_10_every_stage_is_as_on_the_full_path(rank_pool: RankPool, pipeline: Pipeline, tied: bool) -> None:
     ranks = rank_pool.run(pipeline.world, both_paths, pipeline, tied)
     for rank, (full, ours) in enumerate(ranks):
         last = rank // pipeline.tp == pipeline.pp - 1

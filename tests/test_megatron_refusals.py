@@ -85,7 +85,9 @@ def outcomes(rank_pool: RankPool) -> dict[str, tuple[str | None, list[str]]]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_full_path_runs_as_without_us(outcomes: dict[str, tuple[str | None, list[str]]], name: str) -> None:
+def test_case_8_7_and_8_8_and_10_4_and_12_2_the_full_path_runs_as_without_us(
+    outcomes: dict[str, tuple[str | None, list[str]]], name: str
+) -> None:
     reason, unlike = outcomes[name]
     assert reason is not None and re.search(CASES[name].reason, reason), reason
     assert unlike == []

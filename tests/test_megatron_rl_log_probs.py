@@ -180,7 +180,7 @@ def vocabulary_of(rank: int, world: int, path: str, chunk_bytes: str) -> dict[st
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_the_whole_vocabulary_never_exists(rank_pool: RankPool, world: int) -> None:
+def test_case_1_16_the_whole_vocabulary_never_exists(rank_pool: RankPool, world: int) -> None:
     for result in rank_pool.run(world, vocabulary_of, "compact", "1"):
         assert result["whole"] == []
         assert result["rows"] == 1, "more rows of this rank's vocabulary than a chunk of one"

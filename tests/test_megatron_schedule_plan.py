@@ -90,11 +90,11 @@ def compared(rank: int, world: int, cut: Cut) -> None:
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_through_a_plan_as_through_one_graph(rank_pool: RankPool, tp: int) -> None:
+def test_case_8_2_through_a_plan_as_through_one_graph(rank_pool: RankPool, tp: int) -> None:
     rank_pool.run(tp, compared, Cut(tp))
 
 
-def test_what_does_not_pass_between_the_nodes(rank_pool: RankPool) -> None:
+def test_case_8_2_what_does_not_pass_between_the_nodes(rank_pool: RankPool) -> None:
     rank_pool.run(1, lost)
 
 

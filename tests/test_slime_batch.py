@@ -146,7 +146,7 @@ def test_without_an_answer_the_original_reads_the_logits(modules: dict[str, Modu
     assert read(modules, list(tokens), two_wide)[1]["ordinary"] is two_wide
 
 
-def test_a_head_that_was_never_asked_is_told_of_once(
+def test_case_8_3_a_head_that_was_never_asked_is_told_of_once(
     modules: dict[str, ModuleType], caplog: pytest.LogCaptureFixture
 ) -> None:
     two_wide = torch.zeros(1, 12, 2)
@@ -173,7 +173,7 @@ def figures_of_installation() -> Figures:
     return slime._installation.figures
 
 
-def test_another_tensor_than_the_head_s_is_not_read(modules: dict[str, ModuleType]) -> None:
+def test_case_8_9_another_tensor_than_the_head_s_is_not_read(modules: dict[str, ModuleType]) -> None:
     tokens, scalars = answered(modules)
     assert read(modules, tokens, scalars.detach())[1]["log_probs"], "as a schedule plan hands it on"
     with pytest.raises(InputError, match=r"loss was given another tensor, \(1, 12, 2\) of torch.float32; hand on what"):

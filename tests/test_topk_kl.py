@@ -21,7 +21,7 @@ def backward(out: TopKKL, by: Tensor) -> None:
 
 @pytest.mark.parametrize("clamp", [None, -10.0])
 @pytest.mark.parametrize("rows_at_once", [7, 64, 4096])
-def test_the_published_agreement_with_the_dense_formula(clamp: float | None, rows_at_once: int) -> None:
+def test_case_1_12_the_published_agreement_with_the_dense_formula(clamp: float | None, rows_at_once: int) -> None:
     case = topk_case(2, 96, vocab=2048, k=32, student_scale=0.7, likeness=0.0)
     out = topk_kl(*case, log_prob_min_clamp=clamp, chunk_bytes=rows_at_once * 2048 * 4 * 16)
     backward(out, torch.ones(2, 96))

@@ -62,7 +62,7 @@ def test_the_signature_is_torchforges() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("align", [True, False])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_plain_logits(dtype: torch.dtype, align: bool, temperature: float) -> None:
+def test_case_6_7_plain_logits(dtype: torch.dtype, align: bool, temperature: float) -> None:
     logits, ids, upstream = inputs(13, dtype, align)
     before = logits.clone()
     leaf = logits.requires_grad_()
@@ -166,7 +166,7 @@ def sharded(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("align", [True, False])
 @pytest.mark.parametrize(("world", "vocab"), [(2, 12), (2, 13), (2, 1), (4, 13), (4, 5)])
-def test_logits_sharded_on_the_vocabulary(
+def test_case_6_4_logits_sharded_on_the_vocabulary(
     rank_pool: RankPool, world: int, vocab: int, dtype: torch.dtype, align: bool
 ) -> None:
     for counts in rank_pool.run(world, sharded, vocab, dtype, align):

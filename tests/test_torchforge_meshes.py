@@ -68,7 +68,7 @@ def on_mesh(
         ((2, 2), [S(0), R], 3, True),  # the vocabulary is whole everywhere
     ],
 )
-def test_every_mesh_gives_dense_values_and_gradients(
+def test_case_6_5_every_mesh_gives_dense_values_and_gradients(
     rank_pool: RankPool, sizes: tuple[int, ...], placements: list[Placement], batch: int, align: bool, ids_form: str
 ) -> None:
     rank_pool.run(4, on_mesh, sizes, placements, batch, align, ids_form)
