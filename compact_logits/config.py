@@ -39,12 +39,14 @@ class Config:
     `chunk_bytes`: transient bytes the head may hold for chunks of logits.
     `cp_balance`: whether context-parallel ranks even out the rows they project.
     `check_ranks`: whether tensor-parallel ranks make sure that they were asked the same.
+    `compile`: whether the passes over a block of logits are fused by `torch.compile`.
     """
 
     mode: Literal["off", "on", "strict"] = "off"
     chunk_bytes: int = DEFAULT_CHUNK_BYTES
     cp_balance: bool = False
     check_ranks: bool = True
+    compile: bool = False
 
     @property
     def enabled(self) -> bool:
@@ -57,7 +59,9 @@ class Config:
         Raises `ConfigError` for an unknown value, and for an unknown name that begins with `COMPACT_LOGITS`,
         since a mistyped switch that does nothing costs its user a run.
         """
-        known = {_PREFIX, f"{_PREFIX}_CHUNK_BYTES", f"{_PREFIX}_CP_BALANCE", f"{_PREFIX}_CHECK_RANKS"}
+        known = {_PREFIX, f"{_PREFIX}_CHUNK_BYTES", f"{_PREFIX}_CP_BALANCE", f"{_PREFIX}_CHECK_RANKS"} | {
+            f"{_PREFIX}_COMPILE"
+        }
         unknown = sorted(name for name in environ if name.startswith(_PREFIX) and name not in known)
         if unknown:
             raise ConfigError(
@@ -76,6 +80,7 @@ class Config:
             chunk_bytes=parsed,
             cp_balance=_switch(environ, f"{_PREFIX}_CP_BALANCE", "0"),
             check_ranks=_switch(environ, f"{_PREFIX}_CHECK_RANKS", "1"),
+            compile=_switch(environ, f"{_PREFIX}_COMPILE", "0"),
         )
 
 

@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 
 from compact_logits import TokenStats, VocabShard, linear_log_probs, log_probs, reference
-from compact_logits.errors import InputError
 from compact_logits.given_logits import score_logits
-from compact_logits.scorers.compiled import CompiledLogProbScorer
 from compact_logits.scorers.contract import Scorer
 from compact_logits.scorers.log_prob import LogProbScorer
 from compact_logits.scorers.nucleus import Nucleus, NucleusScorer
@@ -114,10 +112,3 @@ def test_masked_columns_have_no_share_and_a_row_of_nothing_is_nan() -> None:
     logits = torch.tensor([[0.0, 1, 2, 3, -inf], [-inf] * 5])
     found = log_probs(logits, torch.tensor([3, 0]), sum_p2=True, entropy="metric").sum_p2
     assert found is not None and found[0].item() == pytest.approx(0.4793610, abs=1e-6) and bool(found[1].isnan())
-
-
-def test_the_compiled_scorer_refuses_what_it_does_not_compute() -> None:
-    targets, shard = torch.zeros(1, dtype=torch.int64), VocabShard(0, 4)
-    for asked in ({"sum_p2": True}, {"vocab_size": 3}):
-        with pytest.raises(InputError, match="the compiled scorer computes no sum_p2 and counts every column, got"):
-            CompiledLogProbScorer(targets, shard, 1.0, "none", **asked)

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from compact_logits.errors import InputError
 from compact_logits.integrations.torchforge import compute_logprobs, compute_logprobs_from_hidden
 from compact_logits.scorers.compiled import CompiledLogProbScorer
 from compact_logits.vocab_parallel import VocabShard
@@ -106,11 +105,6 @@ def test_an_id_of_another_shard_and_a_masked_column_are_as_without_compilation()
     for compiled, eager in zip(*results, strict=True):
         torch.testing.assert_close(compiled, eager, equal_nan=True)
     assert torch.isnan(results[0][1][1])
-
-
-def test_entropy_is_refused() -> None:
-    with pytest.raises(InputError, match="the compiled scorer computes no entropy, got entropy='loss'"):
-        CompiledLogProbScorer(targets=torch.zeros(1), shard=VocabShard(0, 2), temperature=1.0, entropy="loss")
 
 
 @pytest.mark.parametrize("compile", [False, True])

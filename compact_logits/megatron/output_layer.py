@@ -19,6 +19,7 @@ from compact_logits.megatron.same_question import check_same_question
 from compact_logits.megatron.thread_forward import forward_replaced
 from compact_logits.projection import score_hidden
 from compact_logits.rows import scatter
+from compact_logits.scorers.compiled import CompiledLogProbScorer
 from compact_logits.scorers.contract import Scorer
 from compact_logits.scorers.log_prob import LogProbScorer
 from compact_logits.scorers.nucleus import NucleusScorer
@@ -97,7 +98,8 @@ def _answer(
     rows = rearrange(hidden, "sequence batch hidden -> (sequence batch) hidden")
     projected = project_rows(rows, selection, group, request.share, sequence_parallel=head.sequence_parallel)
     start = 0 if group is None else group.rank() * weight.shape[0]
-    base = LogProbScorer(
+    kind = CompiledLogProbScorer if request.compile else LogProbScorer
+    base = kind(
         targets=projected.targets,
         shard=VocabShard(start, start + weight.shape[0], group),
         temperature=request.temperature / logit_scale,

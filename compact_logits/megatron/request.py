@@ -48,6 +48,7 @@ class Request:
     share: ContextShare | None = None  # of all context-parallel ranks' rows; with a scalar temperature, no nucleus
     vocab_size: int | None = None  # ids from here on are padding, not counted; None counts every column
     chunk_bytes: int | None = None
+    compile: bool = False  # fuse the passes over a block of logits by torch.compile
     strict: bool = False
     check_ranks: bool = True  # raise where tensor-parallel ranks were asked something else
     outcome: Outcome | None = None

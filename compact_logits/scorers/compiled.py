@@ -1,4 +1,4 @@
-"""The log-prob scorer with its two passes over a block fused by `torch.compile`."""
+"""The log-prob scorer with its passes over a block fused by `torch.compile`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compact_logits.errors import InputError
-from compact_logits.scorers.log_prob import LogProbScorer
+from compact_logits.scorers.log_prob import LEAST_EXPONENT, LogProbScorer
 from compact_logits.scorers.temperature import inverse_temperature
 
 __all__ = ["CompiledLogProbScorer"]
@@ -18,45 +17,50 @@ __all__ = ["CompiledLogProbScorer"]
 
 @dataclass(frozen=True)
 class CompiledLogProbScorer(LogProbScorer):
-    """`LogProbScorer` without entropy; the same formulas, each block read twice in forward and once in backward.
+    """`LogProbScorer` by the same formulas, each block read twice in forward and once in backward.
 
     Compiles twice, once for forward and once for backward, whatever the numbers of rows and of columns: both are
     symbolic, and a block of a single row, for which torch would compile again, takes the uncompiled way (on a CPU,
-    whose blocks are small, all of them do where a rank has more than 131,072 columns). Without a compiler that works,
-    torch's error reaches the caller.
+    whose blocks are small, all of them do where a rank has more than 131,072 columns). Another setting of entropy or
+    `sum_p2` has its own two. Without a compiler that works, torch's error reaches the caller.
     """
 
-    def __post_init__(self) -> None:
-        if self.entropy != "none":
-            raise InputError(
-                f"the compiled scorer computes no entropy, got entropy={self.entropy!r}; leave compile off"
-            )
-        if self.sum_p2 or self.vocab_size is not None:
-            raise InputError(
-                f"the compiled scorer computes no sum_p2 and counts every column, got sum_p2={self.sum_p2} and "
-                f"vocab_size={self.vocab_size}; leave compile off"
-            )
-
     def local_stats(self, z: Tensor, spare: Tensor | None, rows: slice) -> Tensor:
-        if min(z.shape) < 2:
+        if min(z.shape[0], self.counted.size) < 2:
             return super().local_stats(z, spare, rows)
-        ids, owned = self.shard.local_ids(self.targets[rows])
+        z = self._counted_columns(z)
+        ids, owned = self._local_targets
         stats, _ = _compiled()
-        return stats(_no_view(z), ids, owned, self._temperatures(rows, z))
+        given = (_no_view(z), ids[rows].clone(), owned[rows].clone(), self._temperatures(rows, z))
+        return stats(*given, with_entropy=self.entropy != "none", with_squares=self.sum_p2)
 
     def d_logits_(
         self, z: Tensor, spare: Tensor | None, rows: slice, saved: tuple[Tensor, ...], grads: tuple[Tensor | None, ...]
     ) -> None:
-        if min(z.shape) < 2 or grads[0] is None:
+        if min(z.shape[0], self.counted.size) < 2 or grads[0] is None:
             super().d_logits_(z, spare, rows, saved, grads)
             return
-        ids, owned = self.shard.local_ids(self.targets[rows])
+        if self.counted.size < z.shape[1]:
+            z[:, self.counted.size :] = 0.0
+            z = self._counted_columns(z)
+        ids, owned = self._local_targets
         maximum, inverse_sum = saved[0], saved[1]
+        d_entropy = None if self.entropy == "none" else grads[1]
         scale = inverse_temperature(self.temperature, rows, maximum)
-        factor = -grads[0] * inverse_sum * scale
-        at_target = (grads[0] * scale).masked_fill(~owned, 0.0)
+        constant = grads[0] if d_entropy is None else grads[0] + d_entropy * saved[2]
+        scaled = inverse_sum * scale
+        at_target = (grads[0] * scale).masked_fill(~owned[rows], 0.0)
+        slope = None if d_entropy is None else -d_entropy * scaled
         _, d_logits_ = _compiled()
-        d_logits_(_no_view(z), ids, self._temperatures(rows, z), maximum.clone(), factor, at_target)
+        d_logits_(
+            _no_view(z),
+            ids[rows].clone(),
+            self._temperatures(rows, z),
+            maximum.clone(),
+            -constant * scaled,
+            at_target,
+            slope,
+        )
 
     def _temperatures(
         self,
@@ -79,12 +83,23 @@ def _stats(
     ids: Tensor,  # (block,) int64, local
     owned: Tensor,  # (block,) bool
     temperature: Tensor,  # (block,)
-) -> Tensor:  # (block, 3)
+    *,
+    with_entropy: bool,
+    with_squares: bool,
+) -> Tensor:  # (block, 3 to 5)
     z = z / temperature[:, None]
     maximum = z.amax(dim=1)
-    sum_exp = (z - maximum.masked_fill(maximum == -torch.inf, 0.0)[:, None]).exp().sum(dim=1)
     selected = z.gather(1, ids[:, None]).squeeze(1).masked_fill(~owned, torch.nan)
-    return torch.stack((maximum, sum_exp, selected), dim=1)
+    z = z - maximum.masked_fill(maximum == -torch.inf, 0.0)[:, None]
+    if with_entropy:
+        z = z.clamp(min=LEAST_EXPONENT)
+    shares = z.exp()
+    columns = [maximum, shares.sum(dim=1), selected]
+    if with_entropy:
+        columns.append((z * shares).sum(dim=1))
+    if with_squares:
+        columns.append((shares * shares).sum(dim=1))
+    return torch.stack(columns, dim=1)
 
 
 def _d_logits_(
@@ -92,12 +107,17 @@ def _d_logits_(
     ids: Tensor,  # (block,) int64, local
     temperature: Tensor,  # (block,)
     maximum: Tensor,  # (block,)
-    factor: Tensor,  # (block,)
+    constant: Tensor,  # (block,)
     at_target: Tensor,  # (block,)
+    slope: Tensor | None,  # (block,)
 ) -> None:
-    d_z = (z / temperature[:, None] - maximum[:, None]).exp() * factor[:, None]
+    shifted = z / temperature[:, None] - maximum[:, None]
+    factor = constant[:, None]
+    if slope is not None:
+        shifted = shifted.clamp(min=LEAST_EXPONENT)
+        factor = factor + slope[:, None] * shifted
     hit = torch.arange(z.shape[1], device=z.device) == ids[:, None]
-    z.copy_(d_z + torch.where(hit, at_target[:, None], 0.0))
+    z.copy_(shifted.exp() * factor + torch.where(hit, at_target[:, None], 0.0))
 
 
 @functools.cache

@@ -17,11 +17,19 @@ from compact_logits.scorers.passes import affine_, exponentials
 from compact_logits.scorers.temperature import inverse_temperature, temper_
 from compact_logits.vocab_parallel import VocabShard, gather_stats, merge_softmax
 
-__all__ = ["Entropy", "LogProbScorer", "TokenStats", "check_entropy", "linear_log_probs", "log_probs"]
+__all__ = [
+    "LEAST_EXPONENT",
+    "Entropy",
+    "LogProbScorer",
+    "TokenStats",
+    "check_entropy",
+    "linear_log_probs",
+    "log_probs",
+]
 
 # A logit of -inf (a masked column) has p = 0 and adds nothing to the entropy, but 0 * -inf would be NaN. From here down
 # p is 0 in fp64 too, and the product with any gradient is still finite.
-_FLOOR = -1e3
+LEAST_EXPONENT = -1e3
 
 Entropy = Literal["none", "metric", "loss"]
 
@@ -106,7 +114,7 @@ class LogProbScorer:
             shares = exponentials(z, out=z)
             stats[:, 1] = shares.sum(dim=1)
         else:
-            shares = exponentials(z.clamp_(min=_FLOOR), out=spare)
+            shares = exponentials(z.clamp_(min=LEAST_EXPONENT), out=spare)
             stats[:, 1] = shares.sum(dim=1)
             stats[:, 3] = z.mul_(shares).sum(dim=1)
         if self.sum_p2:
@@ -177,7 +185,7 @@ class LogProbScorer:
             # -p (d_log_prob + d_entropy (log p + H)), the bracket being affine in the shifted logit.
             assert spare is not None
             constant = d_log_prob + d_entropy * saved[2]
-            exponentials(z.clamp_(min=_FLOOR), out=spare)
+            exponentials(z.clamp_(min=LEAST_EXPONENT), out=spare)
             affine_(z, -d_entropy * inverse_sum, -constant * inverse_sum)
             z.mul_(spare)
         self.add_at_target_(z, rows, d_log_prob * scale)

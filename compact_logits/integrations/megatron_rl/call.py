@@ -103,6 +103,7 @@ class LogProbsCall:
             batch=batch,
             temperature=self._mark.temperature,
             chunk_bytes=self._config.chunk_bytes,
+            compile=self._config.compile,
             check_ranks=self._config.check_ranks,
         )
         asked = {"output_processor": output_processor, "output_processor_context": (model, self._request)}

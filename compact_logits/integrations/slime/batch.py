@@ -98,6 +98,7 @@ def mark_batch(
         entropy=pass_.entropy,
         nucleus=nucleus,
         chunk_bytes=config.chunk_bytes,
+        compile=config.compile,
         check_ranks=config.check_ranks,
         strict=config.mode == "strict",
     )
