@@ -205,7 +205,7 @@ def _bindings(value: object, owner: ModuleType) -> Iterator[tuple[dict[str, Any]
             continue
         seen.add(id(module))
         namespace = _namespace_of(module)
-        for key, bound in list(namespace.items()):
+        for key, bound in list((namespace or {}).items()):  # Python 3.10 has None for a module that was never set up
             if bound is value:
                 yield namespace, key, module_name
 

@@ -14,6 +14,7 @@ from compact_logits.chunks import plan_chunks
 from compact_logits.errors import InputError
 from compact_logits.exchange import Local, Replicated, RowExchange, SequenceSharded, Wait
 from compact_logits.memory.heads import full_head, full_topk_head
+from compact_logits.memory.meta_collectives import meta_collectives
 from compact_logits.memory.size import HeadBytes, HeadSize
 from compact_logits.memory.tracker import StorageBytes
 from compact_logits.projection import score_hidden
@@ -209,6 +210,7 @@ def _group(ranks: int) -> Iterator[dist.ProcessGroup | None]:
         raise InputError("a simulation over several ranks needs a process without a process group; run it apart")
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
     try:
-        yield dist.group.WORLD
+        with meta_collectives():
+            yield dist.group.WORLD
     finally:
         dist.destroy_process_group()
