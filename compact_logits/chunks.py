@@ -75,15 +75,23 @@ def plan_chunks(
 
 
 class Scratch:
-    """The buffers of one pass, each made when first asked for and reused after: a chunk of logits in the model's
-    dtype, for which memory may be `given`, a block in the working dtype, and a block to spare."""
+    """The buffers of one pass, each made when first asked for and reused after: a chunk of logits, in the dtype of
+    `like` unless another is named, for which memory may be `given`; a block in the working dtype; a block to spare."""
 
-    def __init__(self, plan: ChunkPlan, vocab_local: int, like: Tensor, given: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        plan: ChunkPlan,
+        vocab_local: int,
+        like: Tensor,
+        given: Tensor | None = None,
+        logits_dtype: torch.dtype | None = None,
+    ) -> None:
         self._plan, self._vocab_local, self._like = plan, vocab_local, like
+        self._logits_dtype = like.dtype if logits_dtype is None else logits_dtype
         self._buffers: dict[str, Tensor] = {} if given is None else {"chunk": given}
 
-    def chunk(self, rows: int) -> Tensor:  # (rows, vocab_local), the model's dtype
-        return self._buffer("chunk", self._plan.chunk, self._like.dtype)[:rows]
+    def chunk(self, rows: int) -> Tensor:  # (rows, vocab_local), the logits' dtype
+        return self._buffer("chunk", self._plan.chunk, self._logits_dtype)[:rows]
 
     def block(self, rows: int) -> Tensor:  # (rows, vocab_local), the working dtype
         return self._buffer("block", self._plan.block, work_dtype(self._like.dtype))[:rows]

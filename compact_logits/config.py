@@ -40,6 +40,7 @@ class Config:
     `cp_balance`: whether context-parallel ranks even out the rows they project.
     `check_ranks`: whether tensor-parallel ranks make sure that they were asked the same.
     `compile`: whether the passes over a block of logits are fused by `torch.compile`.
+    `fp32_logits`: whether 16-bit logits stay unrounded, on devices that offer such a product.
     """
 
     mode: Literal["off", "on", "strict"] = "off"
@@ -47,6 +48,7 @@ class Config:
     cp_balance: bool = False
     check_ranks: bool = True
     compile: bool = False
+    fp32_logits: bool = False
 
     @property
     def enabled(self) -> bool:
@@ -59,9 +61,8 @@ class Config:
         Raises `ConfigError` for an unknown value, and for an unknown name that begins with `COMPACT_LOGITS`,
         since a mistyped switch that does nothing costs its user a run.
         """
-        known = {_PREFIX, f"{_PREFIX}_CHUNK_BYTES", f"{_PREFIX}_CP_BALANCE", f"{_PREFIX}_CHECK_RANKS"} | {
-            f"{_PREFIX}_COMPILE"
-        }
+        names = ("CHUNK_BYTES", "CP_BALANCE", "CHECK_RANKS", "COMPILE", "FP32_LOGITS")
+        known = {_PREFIX, *[f"{_PREFIX}_{name}" for name in names]}
         unknown = sorted(name for name in environ if name.startswith(_PREFIX) and name not in known)
         if unknown:
             raise ConfigError(
@@ -81,6 +82,7 @@ class Config:
             cp_balance=_switch(environ, f"{_PREFIX}_CP_BALANCE", "0"),
             check_ranks=_switch(environ, f"{_PREFIX}_CHECK_RANKS", "1"),
             compile=_switch(environ, f"{_PREFIX}_COMPILE", "0"),
+            fp32_logits=_switch(environ, f"{_PREFIX}_FP32_LOGITS", "0"),
         )
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from compact_logits.chunk_product import narrowed, project, wide_dtype
 from compact_logits.chunks import ChunkPlan, Scratch, plan_chunks, work_dtype
 from compact_logits.exchange import Local, Replicated, RowExchange
 from compact_logits.weight_grad import ReturnedWeightGrad, WeightGrad
@@ -48,11 +49,13 @@ def score_hidden(
     group: ProcessGroup | None = None,
     weight_grad: WeightGrad | None = None,
     chunk_bytes: int | None = None,
+    fp32_logits: bool = False,
 ) -> tuple[Tensor, ...]:  # the scorer's outputs, each (projected rows, ...)
     """Run `scorer` over `hidden @ weight.T + bias`, chunk by chunk.
 
     `exchange` says how local rows become the projected ones (default: the same rows on every rank of `group`, the
     vocabulary's group, or one rank where that is `None`). `weight_grad` says where the weight's gradient goes.
+    `fp32_logits` leaves out the rounding of 16-bit logits, where the device offers it; `InputError` where not.
 
     Memory: at most `chunk_bytes` of logits; saved for backward are the projected rows, O(rows) scalars and the logits
     of the last chunk, over which backward then writes. It forms the other chunks' logits again. Collectives: those of
@@ -60,14 +63,15 @@ def score_hidden(
     """
     if exchange is None:
         exchange = Local() if group is None or group.size() == 1 else Replicated(group)
+    dtype = wide_dtype(hidden) if fp32_logits else hidden.dtype
     inputs = [tensor for tensor in (hidden, weight, bias) if tensor is not None]
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs):
         grad_of_weight = ReturnedWeightGrad() if weight_grad is None else weight_grad
-        return _ScoreHidden.apply(hidden, weight, bias, scorer, exchange, grad_of_weight, chunk_bytes)
+        return _ScoreHidden.apply(hidden, weight, bias, scorer, exchange, grad_of_weight, chunk_bytes, dtype)
     with torch.no_grad():
         rows = exchange.gather(hidden)
-        plan = plan_chunks(rows.shape[0], weight.shape[0], rows.dtype, rows.device, chunk_bytes)
-        return _forward(rows, weight, bias, scorer, plan, keep=False)[0]
+        plan = plan_chunks(rows.shape[0], weight.shape[0], dtype, rows.device, chunk_bytes)
+        return _forward(rows, weight, bias, scorer, plan, dtype, keep=False)[0]
 
 
 class _ScoreHidden(torch.autograd.Function):
@@ -83,10 +87,11 @@ class _ScoreHidden(torch.autograd.Function):
         exchange: RowExchange,
         weight_grad: WeightGrad,
         chunk_bytes: int | None,
+        dtype: torch.dtype,
     ) -> tuple[Tensor, ...]:
         rows = exchange.gather(hidden)
-        plan = plan_chunks(rows.shape[0], weight.shape[0], rows.dtype, rows.device, chunk_bytes)
-        outputs, saved, left = _forward(rows, weight, bias, scorer, plan, keep=True)
+        plan = plan_chunks(rows.shape[0], weight.shape[0], dtype, rows.device, chunk_bytes)
+        outputs, saved, left = _forward(rows, weight, bias, scorer, plan, dtype, keep=True)
         ctx.save_for_backward(rows, weight, bias, left, *scorer.inputs, *saved)
         ctx.spent = False
         ctx.scorer, ctx.exchange, ctx.weight_grad, ctx.plan = scorer, exchange, weight_grad, plan
@@ -106,7 +111,7 @@ class _ScoreHidden(torch.autograd.Function):
         # The logits that forward has left are turned into their gradient where they are, and all other chunks are
         # formed in the same memory. `data` keeps that from autograd, which would refuse a second backward; that one
         # finds them spent, and forms them again.
-        scratch = Scratch(plan, weight.shape[0], rows, left.data)
+        scratch = Scratch(plan, weight.shape[0], rows, given=left.data)
         ready, ctx.spent = not ctx.spent, True
         d_rows = torch.empty_like(rows, memory_format=torch.contiguous_format) if needs_hidden else None
         d_bias = torch.zeros(weight.shape[0], dtype=work, device=rows.device) if needs_bias else None
@@ -115,11 +120,12 @@ class _ScoreHidden(torch.autograd.Function):
             ctx.weight_grad.begin(weight, len(chunks))
         wait = None
         for chunk in reversed(chunks):
-            d_logits = scratch.chunk(_length(chunk))
+            logits = scratch.chunk(_length(chunk))
             if not (ready and chunk == chunks[-1]):
-                _project(rows[chunk], weight, bias, d_logits)
+                project(rows[chunk], weight, bias, logits)
+            d_logits = narrowed(logits, rows.dtype)
             for local, block in plan.blocks(chunk):
-                z = d_logits[local] if d_logits.dtype == work else scratch.block(_length(block)).copy_(d_logits[local])
+                z = d_logits[local] if d_logits.dtype == work else scratch.block(_length(block)).copy_(logits[local])
                 ctx.scorer.d_logits_(
                     z,
                     scratch.spare(_length(block)) if ctx.scorer.needs_spare else None,
@@ -143,7 +149,7 @@ class _ScoreHidden(torch.autograd.Function):
             wait() if wait is not None else None,
             ctx.weight_grad.finish() if needs_weight else None,
             d_bias.to(bias.dtype) if d_bias is not None else None,
-            *[None] * 4,
+            *[None] * 5,
         )
 
 
@@ -153,14 +159,15 @@ def _forward(
     bias: Tensor | None,
     scorer: Scorer,
     plan: ChunkPlan,
+    dtype: torch.dtype,  # of the logits
     *,
     keep: bool,
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:  # outputs, saved, buffer (chunk, vocab_local)
     """The buffer begins with the logits of the last chunk, as they were projected if `keep`."""
-    scratch = Scratch(plan, weight.shape[0], rows)
+    scratch = Scratch(plan, weight.shape[0], rows, logits_dtype=dtype)
     stats = rows.new_empty(plan.rows, scorer.stats_width, dtype=work_dtype(rows.dtype))
     for chunk in plan.chunks():
-        logits = _project(rows[chunk], weight, bias, scratch.chunk(_length(chunk)))
+        logits = project(rows[chunk], weight, bias, scratch.chunk(_length(chunk)))
         keeping = keep and chunk.stop == plan.rows
         for local, block in plan.blocks(chunk):
             z = logits[local]
@@ -169,19 +176,7 @@ def _forward(
             spare = scratch.spare(_length(block)) if scorer.needs_spare else None
             stats[block] = scorer.local_stats(z, spare, block)
     outputs, saved = scorer.merge(stats)
-    return outputs, saved, scratch.chunk(plan.chunk) if plan.rows else rows.new_empty(0, weight.shape[0])
-
-
-def _project(
-    rows: Tensor,  # (chunk, hidden)
-    weight: Tensor,  # (vocab_local, hidden)
-    bias: Tensor | None,
-    out: Tensor,  # (chunk, vocab_local)
-) -> Tensor:
-    if bias is None:
-        return torch.mm(rows, weight.t(), out=out)
-    # In one operation, as a linear layer: a sum rounded after the product was rounded is off by twice as much.
-    return torch.addmm(bias, rows, weight.t(), out=out)
+    return outputs, saved, scratch.chunk(plan.chunk) if plan.rows else rows.new_empty(0, weight.shape[0], dtype=dtype)
 
 
 def _length(rows: slice) -> int:

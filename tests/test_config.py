@@ -68,7 +68,16 @@ def test_compilation(value: str | None, asked: bool) -> None:
     assert Config.from_env(environ).compile is asked
 
 
-@pytest.mark.parametrize("name", ["COMPACT_LOGITS_CP_BALANCE", "COMPACT_LOGITS_CHECK_RANKS", "COMPACT_LOGITS_COMPILE"])
+@pytest.mark.parametrize(("value", "asked"), [(None, False), ("0", False), ("1", True)])
+def test_fp32_logits(value: str | None, asked: bool) -> None:
+    environ = {} if value is None else {"COMPACT_LOGITS_FP32_LOGITS": value}
+    assert Config.from_env(environ).fp32_logits is asked
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["COMPACT_LOGITS_CP_BALANCE", "COMPACT_LOGITS_CHECK_RANKS", "COMPACT_LOGITS_COMPILE", "COMPACT_LOGITS_FP32_LOGITS"],
+)
 @pytest.mark.parametrize("value", ["", "yes", "2", "true"])
 def test_a_switch_is_0_or_1(value: str, name: str) -> None:
     with pytest.raises(ConfigError, match=f"^{name} must be unset, 0 or 1, got '{value}'$"):
@@ -80,7 +89,7 @@ def test_a_mistyped_name_is_an_error_and_other_names_are_none() -> None:
         ConfigError,
         match="unknown environment variable COMPACT_LOGITS_CHUNKBYTES; "
         "the known ones are COMPACT_LOGITS, COMPACT_LOGITS_CHECK_RANKS, COMPACT_LOGITS_CHUNK_BYTES, "
-        "COMPACT_LOGITS_COMPILE, COMPACT_LOGITS_CP_BALANCE",
+        "COMPACT_LOGITS_COMPILE, COMPACT_LOGITS_CP_BALANCE, COMPACT_LOGITS_FP32_LOGITS",
     ):
         Config.from_env({"COMPACT_LOGITS": "1", "COMPACT_LOGITS_CHUNKBYTES": "1"})
     assert Config.from_env({"HOME": "/", "MY_COMPACT_LOGITS": "x"}) == Config()

@@ -10,6 +10,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
+from compact_logits.chunk_product import wide_dtype
 from compact_logits.chunks import plan_chunks
 from compact_logits.megatron.kept_rows import project_rows
 from compact_logits.megatron.main_grad import MainGrad
@@ -79,9 +80,10 @@ def _bytes_not_allocated(
 ) -> int:
     """The fp32 logits of every row, which the full path hands to the loss, less what the compact forward holds."""
     selection, vocab_local = request.selection, weight.shape[0]
-    plan = plan_chunks(selection.kept, vocab_local, hidden.dtype, hidden.device, request.chunk_bytes)
+    dtype = wide_dtype(hidden) if request.fp32_logits else hidden.dtype
+    plan = plan_chunks(selection.kept, vocab_local, dtype, hidden.device, request.chunk_bytes)
     keeps = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    held = plan.bytes_in_forward(vocab_local, hidden.dtype, keeps=keeps, spare=request.entropy != "none")
+    held = plan.bytes_in_forward(vocab_local, dtype, keeps=keeps, spare=request.entropy != "none")
     return max(4 * selection.num_rows * vocab_local - held, 0)
 
 
@@ -117,6 +119,7 @@ def _answer(
         exchange=projected.exchange,
         weight_grad=MainGrad(weight) if fused else ReturnedWeightGrad(),
         chunk_bytes=request.chunk_bytes,
+        fp32_logits=request.fp32_logits,
     )
     stats = base.named(outputs)
     entropy = torch.zeros_like(stats.log_probs) if stats.entropy is None else stats.entropy

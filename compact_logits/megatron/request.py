@@ -49,6 +49,7 @@ class Request:
     vocab_size: int | None = None  # ids from here on are padding, not counted; None counts every column
     chunk_bytes: int | None = None
     compile: bool = False  # fuse the passes over a block of logits by torch.compile
+    fp32_logits: bool = False  # leave out the rounding of 16-bit logits, on CUDA alone
     strict: bool = False
     check_ranks: bool = True  # raise where tensor-parallel ranks were asked something else
     outcome: Outcome | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,15 +17,7 @@ from compact_logits.scorers.passes import affine_, exponentials
 from compact_logits.scorers.temperature import inverse_temperature, temper_
 from compact_logits.vocab_parallel import VocabShard, gather_stats, merge_softmax
 
-__all__ = [
-    "LEAST_EXPONENT",
-    "Entropy",
-    "LogProbScorer",
-    "TokenStats",
-    "check_entropy",
-    "linear_log_probs",
-    "log_probs",
-]
+__all__ = ["LEAST_EXPONENT", "Entropy", "LogProbScorer", "TokenStats", "check_entropy", "linear_log_probs", "log_probs"]
 
 # A logit of -inf (a masked column) has p = 0 and adds nothing to the entropy, but 0 * -inf would be NaN. From here down
 # p is 0 in fp64 too, and the product with any gradient is still finite.
@@ -230,11 +222,13 @@ def linear_log_probs(
     sum_p2: bool = False,
     vocab_size: int | None = None,  # ids from here on are padding
     chunk_bytes: int | None = None,
+    fp32_logits: bool = False,
 ) -> TokenStats:  # fp32 (rows,) each
     """Log-prob of `targets` and entropy under `softmax((hidden @ weight.T + bias) / temperature)`, without the logits.
 
     Equals `reference.log_probs(hidden @ weight.T, targets)`; never holds `(rows, vocab_local)`, but chunks of at most
-    `chunk_bytes` (default 256 MiB). The product is in the dtype of `hidden`, everything after it in fp32.
+    `chunk_bytes` (default 256 MiB). The product is in the dtype of `hidden`, everything after it in fp32; with
+    `fp32_logits` a product of 16-bit factors is not rounded either, which only CUDA offers (`InputError` elsewhere).
 
     `shard=None`: `weight` is the whole vocabulary. With a shard, `hidden` and `targets` are the same on all ranks of
     its group, and the gradient of `hidden` is summed over it here. `entropy`: `"none"`, `"metric"` (a value, no graph)
@@ -251,7 +245,8 @@ def linear_log_probs(
     resolved = validation.check_head(hidden, weight, bias, shard)
     scorer = _checked_scorer(targets, hidden.shape[:1], resolved, temperature, entropy, sum_p2, vocab_size)
     validation.check_chunk_bytes(chunk_bytes)
-    return scorer.named(score_hidden(hidden, weight, bias, scorer, group=resolved.group, chunk_bytes=chunk_bytes))
+    options: Any = {"group": resolved.group, "chunk_bytes": chunk_bytes, "fp32_logits": fp32_logits}
+    return scorer.named(score_hidden(hidden, weight, bias, scorer, **options))
 
 
 def log_probs(

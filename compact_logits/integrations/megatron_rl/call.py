@@ -104,6 +104,7 @@ class LogProbsCall:
             temperature=self._mark.temperature,
             chunk_bytes=self._config.chunk_bytes,
             compile=self._config.compile,
+            fp32_logits=self._config.fp32_logits,
             check_ranks=self._config.check_ranks,
         )
         asked = {"output_processor": output_processor, "output_processor_context": (model, self._request)}

@@ -99,6 +99,7 @@ def mark_batch(
         nucleus=nucleus,
         chunk_bytes=config.chunk_bytes,
         compile=config.compile,
+        fp32_logits=config.fp32_logits,
         check_ranks=config.check_ranks,
         strict=config.mode == "strict",
     )

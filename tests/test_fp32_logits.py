@@ -1,0 +1,84 @@
+"""fp32 logits of a 16-bit head: refused where the device has no such product; around it, the engine is the same.
+
+Only CUDA has the product, so that a CPU's stands in for it here: everything else is what runs there.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from compact_logits import linear_log_probs
+from compact_logits.chunk_product import narrowed
+from compact_logits.errors import InputError
+from tests.support.allocation import AllocationTracker
+from tests.support.linear_head import Head, assert_as_good_as_plain
+from tests.support.parity import assert_close_to_truth
+
+each_budget = pytest.mark.parametrize("chunk_bytes", [1, 40_000, None])
+
+
+@pytest.fixture
+def wide_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    def product(rows: Tensor, weight: Tensor, out: Tensor) -> None:
+        out.copy_(rows.to(out.dtype) @ weight.to(out.dtype).T)
+
+    monkeypatch.setattr("compact_logits.chunk_product._offers_wide_product", lambda rows: True)
+    monkeypatch.setattr("compact_logits.chunk_product._wide_product", product)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_device_without_the_product_is_refused(dtype: torch.dtype) -> None:
+    head = Head.random(5, 4, 7, dtype)
+    with pytest.raises(
+        InputError, match=f"^fp32 logits of {dtype} need a product with an fp32 result, .* on CUDA; got"
+    ):
+        head.compact(fp32_logits=True)
+
+
+def test_a_head_that_is_wide_already_needs_no_such_product() -> None:
+    head = Head.random(5, 4, 7)
+    ours, same = head.compact(fp32_logits=True), head.compact()
+    assert all(torch.equal(ours[name], same[name]) for name in same)
+
+
+@each_budget
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("entropy", ["none", "metric", "loss"])
+@pytest.mark.usefixtures("wide_product")
+def test_as_good_as_plain_and_values_far_better(entropy: str, bias: bool, chunk_bytes: int | None) -> None:
+    head = Head.random(64, 16, 300, torch.bfloat16, bias=bias, temperature="rows")
+    ours, plain, truth = (
+        head.compact(entropy, fp32_logits=True, chunk_bytes=chunk_bytes),
+        head.plain(entropy),
+        head.truth(entropy),
+    )
+    assert_as_good_as_plain(ours, plain, truth)
+    assert_close_to_truth(ours["log_probs"], plain["log_probs"], truth["log_probs"], factor=0.01, floor=1e-6)
+    with pytest.raises(AssertionError, match="largest error"):
+        rounded = head.compact(entropy, chunk_bytes=chunk_bytes)["log_probs"]
+        assert_close_to_truth(rounded, plain["log_probs"], truth["log_probs"], factor=0.01, floor=1e-6)
+
+
+@each_budget
+@pytest.mark.usefixtures("wide_product")
+def test_the_gradient_is_written_over_the_logits(chunk_bytes: int | None) -> None:
+    head = Head.random(64, 16, 301, torch.bfloat16)
+    hidden = head.hidden.requires_grad_()
+    result = linear_log_probs(hidden, head.weight, head.targets, chunk_bytes=chunk_bytes, fp32_logits=True)
+    with AllocationTracker() as tracker:
+        (first,) = torch.autograd.grad(result.log_probs.sum(), hidden, retain_graph=True)
+    rows = 64 if chunk_bytes is None else 40_000 // (301 * 4)
+    assert tracker.largest_rows(301) < rows or chunk_bytes is None
+    (second,) = torch.autograd.grad(result.log_probs.sum(), hidden)
+    assert torch.equal(first, second)
+
+
+def test_narrowed_takes_the_first_half_of_the_memory() -> None:
+    logits = torch.zeros(3, 5)
+    narrow = narrowed(logits, torch.bfloat16)
+    assert narrow.shape == (3, 5) and narrow.data_ptr() == logits.data_ptr()
+    narrow.fill_(1.0)
+    assert int((logits.view(-1).view(torch.bfloat16) == 1).sum()) == 15
+    assert narrowed(logits, torch.float32) is logits
