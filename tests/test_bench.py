@@ -166,9 +166,15 @@ def test_the_floor_is_the_products_in_parts_too(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_the_command_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*TINY, "--json", "--density", "0.25", "1", "--budget", "1MiB"]) == 0
+    threads = torch.get_num_threads()
+    try:
+        assert main([*TINY, "--json", "--thread-time", "--density", "0.25", "1", "--budget", "1MiB"]) == 0
+    finally:
+        torch.set_num_threads(threads)
     written = json.loads(capsys.readouterr().out)
-    assert {"hardware", "python", "torch", "commit", "date", "megatron-core", "rounds"} <= written.keys()
+    assert {"hardware", "python", "torch", "commit", "date", "megatron-core", "rounds"} <= written.keys() and written[
+        "clock"
+    ] == "one thread's CPU time"
     assert [(case["kept"], case["full_path"]) for case in written["cases"]] == [(6, "plain torch"), (24, "plain torch")]
     ways = written["cases"][0]["ways"]
     assert [(way["name"], way["view"]) for way in ways] == [
@@ -197,6 +203,7 @@ def test_the_command_prints_a_table_and_draws(tmp_path: Path, capsys: pytest.Cap
     [
         (["--density", "0"], "--density must be above 0 and at most 1, got 0"),
         (["--tokens", "0"], "--tokens must be from 1 to 16777216, got 0"),
+        (["--thread-time", "--threads", "2"], "--thread-time counts one thread, got --threads 2"),
         (["--threads", "0"], "--threads must be from 1 to 1024, got 0"),
         (["--budget", "much"], "--budget: a byte count must be"),
         (["--plot", "bench.svg"], "--plot must name a .png file, got bench.svg"),

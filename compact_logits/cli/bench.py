@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -51,6 +52,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), help="cuda where there is one, unless named")
     parser.add_argument("--threads", type=int, metavar="N", help="of torch on the CPU")
+    parser.add_argument(
+        "--thread-time",
+        action="store_true",
+        help="count the CPU time of one thread, which other processes on the machine hardly disturb",
+    )
     parser.add_argument("--no-peers", action="store_true", help="the full path, ours, plain torch and the floor alone")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw time and memory against density there too")
@@ -66,16 +72,18 @@ def run(args: argparse.Namespace) -> int:
         check_plot(args.plot)
     if not args.json:
         need_rich("bench")
-    if args.threads is not None:
-        torch.set_num_threads(args.threads)
+    threads = 1 if args.thread_time else args.threads
+    if threads is not None:
+        torch.set_num_threads(threads)
+    clock = time.thread_time if args.thread_time else time.perf_counter
     peers = [] if args.no_peers else find_peers(os.environ)
     outcomes: list[Outcome] = []
     for case in cases:
         with _progress(f"density {case.density:g}", quiet=args.json) as advance:
-            outcomes.append(run_case(case, peers, budgets, args.rounds, advance))
+            outcomes.append(run_case(case, peers, budgets, args.rounds, advance, clock))
         if not args.json:
             print_outcome(outcomes[-1])
-    known = environment(cases[0].device)
+    known = {**environment(cases[0].device), "clock": "one thread's CPU time" if args.thread_time else "wall"}
     if args.json:
         print(json.dumps(as_json(outcomes, args.rounds, known), indent=2))
     else:
@@ -98,7 +106,11 @@ def _cases(args: argparse.Namespace) -> list[Case]:
             raise ConfigError(f"--density must be above 0 and at most 1, got {density:g}")
     if args.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda needs a GPU that torch can use, and there is none")
+    if args.thread_time and (args.threads or 1) > 1:
+        raise ConfigError(f"--thread-time counts one thread, got --threads {args.threads}")
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if args.thread_time and device != "cpu":
+        raise ConfigError("--thread-time counts a CPU's thread; name --device cpu with it")
     return [
         Case(
             tokens=args.tokens,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -10,7 +11,7 @@ import torch
 from compact_logits.cli.bench_case import Case, Inputs, make_inputs, true_results
 from compact_logits.cli.bench_floor import Floor
 from compact_logits.cli.bench_gate import OURS, PEERS, errors, judge, results
-from compact_logits.cli.bench_timing import Measured, measure_peak, measure_time
+from compact_logits.cli.bench_timing import Clock, Measured, measure_peak, measure_time
 from compact_logits.cli.bench_ways import Peer, Way, as_shipped, full_path, log_softmax, on_selected_rows, ours
 from compact_logits.errors import CompactLogitsError
 
@@ -68,6 +69,7 @@ def run_case(
     budgets: list[int],
     rounds: int,
     advance: Callable[[], None] = lambda: None,
+    clock: Clock = time.perf_counter,
 ) -> Outcome:
     """Measure every way; one that fails the gate, or fails altogether, keeps its name and its failure alone."""
     inputs = make_inputs(case)
@@ -84,7 +86,7 @@ def run_case(
         measure_time(_floor_phases(floor, recompute), case.device)
     for _ in range(rounds):  # in turn, so that a slow moment of the machine meets all of them
         for forward, found in timed:
-            of_forward, of_backward = measure_time(forward, case.device)
+            of_forward, of_backward = measure_time(forward, case.device, clock)
             found.forward_times.append(of_forward)
             found.backward_times.append(of_backward)
         advance()
