@@ -74,6 +74,26 @@ def test_a_megatron_from_source_counts_and_no_prerelease_is_fetched(project: dic
     assert list(specifier.filter(["0.15.3", "0.16.0rc0", "0.16.1", "0.19.2", "0.20.0rc1"])) == ["0.16.1", "0.19.2"]
 
 
+def test_the_matrix_begins_with_the_oldest_and_has_every_version(project: dict[str, Any]) -> None:
+    tox = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["tox"]
+    assert set(tox["env_list"]) == set(tox["env"])
+    needed = {name: [Requirement(line) for line in tox["env"][name]["deps"]] for name in tox["env_list"]}
+    exact = {name: {each.name: str(each.specifier) for each in deps} for name, deps in needed.items()}
+    oldest = exact[tox["env_list"][0]]
+    bounds = {Requirement(line).name: Requirement(line).specifier for line in project["dependencies"]}
+    for name in ("torch", "einops"):
+        (lower,) = [each.version for each in bounds[name] if each.operator == ">="]
+        assert oldest[name] == f"=={lower}.0"
+    for line in project["optional-dependencies"]["cli"]:
+        requirement = Requirement(line)
+        assert oldest[requirement.name].startswith("==" + str(requirement.specifier).removeprefix(">="))
+    pythons = {line.rpartition(" ")[2].replace(".", "") for line in project["classifiers"] if ":: 3." in line}
+    assert {name.partition("-")[0].removeprefix("py") for name in exact} == pythons
+    every = {spec for deps in exact.values() for name, spec in deps.items() if name == "megatron-core"}
+    assert every == {"==0.16.1", "==0.17.1", "==0.18.2", "==0.19.2", ""}
+    assert {deps["torch"] for deps in exact.values()} == {"==2.6.0", "==2.13.0", ""}
+
+
 def test_the_wheel_holds_the_marker_of_types_and_all_data(tmp_path: Path) -> None:
     build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
     subprocess.run(build, cwd=ROOT, check=True, capture_output=True, timeout=120)
