@@ -62,12 +62,14 @@ class ReturnedWeightGrad:
         self._total: Tensor | None = None
 
     def add(self, d_logits: Tensor, hidden: Tensor) -> None:
-        if self._single:
-            # With `out`, autocast around backward cannot give it a dtype of its own.
+        work = work_dtype(self._weight.dtype)
+        if self._single or (self._total is None and work == self._weight.dtype):
+            # Not added to zeros, which would first have to be written. With `out`, autocast around backward cannot give
+            # it a dtype of its own.
             self._total = torch.mm(d_logits.t(), hidden, out=self._weight.new_empty(self._weight.shape))
             return
         if self._total is None:
-            self._total = torch.zeros_like(self._weight, dtype=work_dtype(self._weight.dtype))
+            self._total = torch.zeros_like(self._weight, dtype=work)
         accumulate_product_(self._total, d_logits, hidden)
 
     def finish(self) -> Tensor:
