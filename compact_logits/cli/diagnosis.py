@@ -7,6 +7,7 @@ from typing import Any
 
 from compact_logits.cli.environment import Seam, Setting, Version
 from compact_logits.cli.launch_script import Launch
+from compact_logits.cli.slime_features import Features
 from compact_logits.cli.slime_recipe import Decision
 from compact_logits.cli.tables import print_table, printable
 from compact_logits.findings import Finding
@@ -55,6 +56,7 @@ class Diagnosis:
                 "settings": self.launch.settings,
                 "notes": self.launch.notes,
             }
+            report["slime_features"] = Features.read().as_json()
         return report
 
     def print_tables(self) -> None:
@@ -98,3 +100,6 @@ class Diagnosis:
             print(f"not switched on by this recipe: add {_INSTALL}")
         if "COMPACT_LOGITS" not in launch.settings:
             print("not set by this recipe: COMPACT_LOGITS=1, which the training actors' environment needs")
+        features = Features.read()
+        print_table(f"Tested in {', '.join(features.layouts)}", ("came to", "recipes"), features.by_verdict())
+        print(f"tested with {features.versions}")

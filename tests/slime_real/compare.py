@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 
 from tests.slime_real.harness import Result
 
-__all__ = ["EQUAL", "Tolerance", "differences", "table", "took_compact_path", "verdict"]
+__all__ = ["EQUAL", "Tolerance", "differences", "took_compact_path", "verdict"]
 
 EQUAL = "compact, equal"
 
@@ -63,14 +63,6 @@ def verdict(full: Iterable[Result], ours: Iterable[Result], tolerance: Tolerance
     if not blind or not all(took_compact_path(each) for each in blind):
         return "DIFFERS: nothing was compacted, and no reason given"
     return EQUAL
-
-
-def table(verdicts: Mapping[tuple[str, str], str]) -> str:
-    """A Markdown table of `(recipe, layout) -> verdict`: recipes down, layouts across."""
-    recipes, layouts = (list(dict.fromkeys(key[axis] for key in verdicts)) for axis in (0, 1))
-    rows = [["recipe", *layouts], ["---"] * (len(layouts) + 1)]
-    rows += [[recipe, *(verdicts.get((recipe, layout), "") for layout in layouts)] for recipe in recipes]
-    return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in rows)
 
 
 def _values(full: Result, ours: Result, allowed: float) -> Iterable[str]:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 
-__all__ = ["EXTREME", "LAYOUTS", "PIPELINES", "RECIPES", "REFUSED", "Layout", "Recipe"]
+__all__ = ["EXTREME", "LAYOUTS", "PIPELINES", "RECIPES", "REFUSED", "TABLE_LAYOUTS", "Layout", "Recipe"]
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,9 @@ LAYOUTS = [
     for tp, cp, allgather_cp in ((1, 1, False), (2, 1, False), (2, 2, False), (2, 2, True))
     for dtype in (torch.float32, torch.bfloat16)
 ]
+
+# The columns of the feature table that is printed and in README.
+TABLE_LAYOUTS = [LAYOUTS[0], LAYOUTS[2], LAYOUTS[4], LAYOUTS[6], LAYOUTS[3]]
 
 PIPELINES = [Layout(pp=2), Layout(pp=2, vpp=2), Layout(2, pp=2, vpp=2, dtype=torch.bfloat16)]
 

@@ -8,7 +8,7 @@ from copy import deepcopy
 import pytest
 import torch
 
-from tests.slime_real.compare import EQUAL, Tolerance, differences, table, verdict
+from tests.slime_real.compare import EQUAL, Tolerance, differences, verdict
 from tests.slime_real.harness import Result
 
 FP32 = Tolerance.of(torch.float32)
@@ -76,13 +76,3 @@ def test_a_full_path_with_a_reason_must_be_the_same_to_the_bit() -> None:
     ours.values["log_probs"][0][1] += 1e-6  # of a masked row
     assert verdict([full], [ours], FP32).startswith("DIFFERS in 1: rank 0: log_probs of sample 0 is off by")
     assert verdict([full], [a_run(compact=False)], FP32) == "DIFFERS: nothing was compacted, and no reason given"
-
-
-def test_the_table_has_recipes_down_and_layouts_across() -> None:
-    verdicts = {("grpo", "TP1"): EQUAL, ("grpo", "TP2"): "DIFFERS", ("sft", "TP2"): EQUAL}
-    assert table(verdicts).splitlines() == [
-        "| recipe | TP1 | TP2 |",
-        "| --- | --- | --- |",
-        "| grpo | compact, equal | DIFFERS |",
-        "| sft |  | compact, equal |",
-    ]
