@@ -124,9 +124,10 @@ def build_gpt(
     }
     transformer_config = TransformerConfig(**{**settings, **config})
     torch.manual_seed(seed)
+    layers_spec = _layer_spec(transformer_config, contiguous_cp, vp_stage)
     model = GPTModel(
         transformer_config,
-        _layer_spec(transformer_config, contiguous_cp, vp_stage),
+        layers_spec,
         vocab_size=vocab,
         max_sequence_length=max_length,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=vp_stage is None, vp_stage=vp_stage),
@@ -134,6 +135,7 @@ def build_gpt(
         parallel_output=True,
         position_embedding_type="none",
         share_embeddings_and_output_weights=tied,
+        mtp_block_spec=_mtp_spec(transformer_config, layers_spec, vp_stage),
         vp_stage=vp_stage,
     )
     with torch.no_grad():
@@ -202,3 +204,15 @@ def _layer_spec(config: Any, contiguous_cp: bool, vp_stage: int | None) -> Any:
     spec.submodules.self_attention.submodules.core_attention = ContiguousAttention if contiguous_cp else ZigzagAttention
     count = get_num_layers_to_build(config, vp_stage=vp_stage)
     return TransformerBlockSubmodules(layer_specs=[spec] * count, layer_norm=_RMSNorm)
+
+
+def _mtp_spec(config: Any, layers_spec: Any, vp_stage: int | None) -> Any:
+    """Heads of multi-token prediction where `mtp_num_layers` asks for them, made of the same parts."""
+    if not config.mtp_num_layers:
+        return None
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
+
+    spec = get_gpt_mtp_block_spec(config, layers_spec, use_transformer_engine=False, vp_stage=vp_stage)
+    for layer in spec.layer_specs:
+        layer.submodules.enorm = layer.submodules.hnorm = layer.submodules.layer_norm = _RMSNorm
+    return spec
