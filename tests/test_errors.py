@@ -147,6 +147,45 @@ CASES: list[tuple[Callable[[], Any], str]] = [
     (lambda: rows([0] * 6, [-1] * 6).counts(4), "6 rows do not divide into 4 sequence-parallel shards; pad them"),
     (lambda: rows([0] * 6, [-1] * 6).of_shard(0, 0), "6 rows do not divide into 0 sequence-parallel shards; pad them"),
 ]
+KEPT = rows([1, 0, 1], [1, 2, 3])
+NOT_SELECTED = " is read but was not selected; build the selection of all masks that are read: RowSelection.of_masks"
+
+
+def mask(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.bool)
+
+
+CASES += [
+    (
+        lambda given=given: head(vocab_size=given),
+        f"vocab_size must be a positive whole number of ids or None, got {given!r}",
+    )
+    for given in (0, -1, True, 2.5)
+]
+CASES += [
+    (lambda: head(vocab_size=8), "vocab_size is 8, but there are only 7 columns"),
+    (
+        lambda: head(targets=ids(1, 5, 2), vocab_size=5),
+        "targets must be below vocab_size, 5, got 5: that id is padding",
+    ),
+    (
+        lambda: RowSelection.of_masks([], ids(1), ids(1)),
+        "needed one or more bool masks of one shape, got none",
+    ),
+    (
+        lambda: RowSelection.of_masks([mask(1, 0), mask(1)], ids(1, 2), ids(1)),
+        "needed one or more bool masks of one shape, got (2,) of torch.bool, (1,) of torch.bool",
+    ),
+    (
+        lambda: KEPT.read(torch.zeros(2), mask(1, 0)),
+        "needed a bool mask (3,) on the CPU, got (2,) of torch.bool on cpu",
+    ),
+    (
+        lambda: KEPT.read(torch.zeros(4), mask(1, 0, 0)),
+        "needed values of the 2 kept rows or of all 3, got (4,)",
+    ),
+    (lambda: KEPT.read(torch.zeros(2), mask(1, 1, 0)), "row 1" + NOT_SELECTED),
+]
 CASES += [
     (lambda given=given: head(temperature=given), BAD_TEMPERATURE + text)
     for given, text in (
