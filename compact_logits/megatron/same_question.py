@@ -30,7 +30,9 @@ def check_same_question(
     if not request.check_ranks or group is None or group.size() == 1:
         return
     selection, nucleus = request.selection, request.nucleus
-    settings = f"{request.batch} {request.entropy} {request.sum_p2} {request.vocab_size} {hidden.dtype}"
+    settings = (
+        f"{request.batch} {request.entropy} {request.sum_p2} {request.vocab_size} {request.fp32_logits} {hidden.dtype}"
+    )
     temperature = request.temperature
     # Where context-parallel ranks share their rows, also those of the others decide who computes how many.
     selections = (selection, *(() if request.share is None else request.share.selections))
