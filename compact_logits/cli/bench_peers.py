@@ -18,6 +18,7 @@ from torch import Tensor
 
 from compact_logits.cli.bench_case import Case
 from compact_logits.cli.bench_ways import Peer, Score
+from compact_logits.cli.quiet import quiet
 
 __all__ = ["ROOTS", "find_peers"]
 
@@ -49,7 +50,8 @@ def find_peers(environ: Mapping[str, str]) -> list[Peer]:
             if folder not in sys.path:
                 sys.path.insert(0, folder)
         try:
-            found.append(replace(peer, score=load()))
+            with quiet():
+                found.append(replace(peer, score=load()))
         except (Exception, SystemExit) as error:
             # Whatever an installation that is not whole raises is what its user needs to hear of.
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:120]

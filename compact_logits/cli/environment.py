@@ -6,15 +6,13 @@ import importlib
 import importlib.metadata
 import importlib.util
 import inspect
-import logging
 import platform
 import sys
-import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from compact_logits.cli.quiet import quiet
 from compact_logits.config import Config
 from compact_logits.errors import CompactLogitsError, ConfigError
 from compact_logits.findings import Finding
@@ -90,7 +88,7 @@ def find_versions() -> list[Version]:
 
 def find_seam() -> Seam:
     """Look at the signature of `GPTModel._postprocess`, as the patch itself does. Imports megatron-core."""
-    with _quiet():
+    with quiet():
         try:
             model = importlib.import_module("megatron.core.models.gpt").GPTModel
             needed = importlib.import_module("compact_logits.megatron.seam").NEEDED_PARAMETERS
@@ -125,7 +123,7 @@ def findings(names: tuple[str, ...] = INTEGRATIONS) -> list[Finding]:
     """What each integration reports of itself. Imports the frameworks that are installed."""
     found: list[Finding] = []
     for name in names:
-        with _quiet():
+        with quiet():
             try:
                 found += importlib.import_module(f"compact_logits.integrations.{name}").check()
             except CompactLogitsError as error:
@@ -140,16 +138,3 @@ def findings(names: tuple[str, ...] = INTEGRATIONS) -> list[Finding]:
 def _told(error: BaseException) -> str:
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Frameworks tell of optional packages that they miss when they are imported; standard output is for the report."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings(), redirect_stdout(sys.stderr):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(before)
