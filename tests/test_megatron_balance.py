@@ -11,7 +11,7 @@ from torch import Tensor
 from compact_logits.cli.cpu_model import cpu_megatron
 from compact_logits.errors import InputError
 from compact_logits.megatron import Request, output_layer
-from compact_logits.megatron.kept_rows import ContextShare, ProjectedRows
+from compact_logits.megatron.kept_rows import ContextShare, ProjectedRows, project_rows
 from compact_logits.rows import RowSelection
 from compact_logits.scorers.nucleus import Nucleus
 from tests.support.gpt_paths import MASKS, Cut, compact_pass, full_pass, micro_batch
@@ -74,6 +74,17 @@ def test_values_and_every_gradient_are_the_full_path_s(rank_pool: RankPool, cut:
 def selection(kept: int) -> RowSelection:
     keep = torch.arange(8) < kept
     return RowSelection.build(keep, torch.arange(8), torch.arange(8))
+
+
+def test_where_all_rows_are_kept_none_is_copied() -> None:
+    hidden = torch.randn(7, 4, requires_grad=True)
+    keep = torch.ones(7, dtype=torch.bool)
+    every = RowSelection.build(keep, torch.arange(7), torch.arange(7))
+    assert project_rows(hidden, every, None, None, sequence_parallel=False).rows is hidden
+    keep[3] = False
+    some = RowSelection.build(keep, torch.arange(7), torch.arange(7))
+    rows = project_rows(hidden, some, None, None, sequence_parallel=False).rows
+    assert torch.equal(rows, hidden[keep])
 
 
 class Group:

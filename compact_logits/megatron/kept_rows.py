@@ -61,14 +61,15 @@ def project_rows(
     *,
     sequence_parallel: bool,
 ) -> ProjectedRows:
-    """Select this rank's kept rows, and say how they become the projected ones.
+    """Select this rank's kept rows, and say how they become the projected ones. Where all are kept, none is copied.
 
     Collectives: none here. With a share that pays, the exchange and `give_back` have one all-to-all each over the
     context-parallel group, forward and backward.
     """
     shards = group.size() if sequence_parallel and group is not None else 1
     shard = group.rank() if sequence_parallel and group is not None else 0
-    rows = select(hidden, selection.of_shard(shard, shards))
+    every = selection.counts(shards)[shard] == hidden.shape[0]
+    rows = hidden if every else select(hidden, selection.of_shard(shard, shards))
     if share is None or not share.pays:
         exchange = _exchange(group, selection.counts(shards), sequence_parallel)
         return ProjectedRows(rows, selection.targets, exchange, lambda values: values)
