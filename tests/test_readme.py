@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -85,13 +86,14 @@ def test_every_command_runs(command: str, tmp_path: Path) -> None:
 
 
 def test_the_launch_script_runs_compact(tmp_path: Path) -> None:
-    pytest.importorskip("rich")
     path = tmp_path / "run.sh"
     path.write_text(launch_script())
-    call = [sys.executable, "-m", "compact_logits", "doctor", "--slime", str(path)]
+    call = [sys.executable, "-m", "compact_logits", "doctor", "--slime", str(path), "--json"]
     done = subprocess.run(call, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "full path" not in done.stdout.replace("full path for", "")
+    decision = json.loads(done.stdout)["slime_recipe"]
+    assert decision["verdict"] == "compact" and decision["installs"] is True
+    assert decision["settings"].get("COMPACT_LOGITS") == "1"
 
 
 def test_every_piece_of_code_runs(rank_pool: RankPool) -> None:
