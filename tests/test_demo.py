@@ -158,8 +158,10 @@ def test_the_command_as_a_user_runs_it(tmp_path: Path) -> None:
     assert "parity holds" in done.stdout
     assert "largest logits tensor" in done.stdout
     assert "25.0% kept" in done.stdout, "4 of 12 rows, and 4 rows of padding"
+    # torch itself says this where the tools for CUDA are installed and no GPU is.
+    said = [line for line in done.stderr.splitlines() if not line.startswith("No CUDA runtime is found")]
     for noise in ("Warning", "Traceback", "CUDA", "DEPRECATED"):
-        assert noise not in done.stderr
+        assert noise not in "\n".join(said)
 
 
 BAD_USE = [
