@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Iterator
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -71,17 +72,48 @@ def test_every_module_that_has_a_function_by_name_gets_the_new_one(
     assert [finding.state for finding in slime.check()] == ["off"]
 
 
+@pytest.mark.parametrize(
+    ("asked", "flag", "remedy"),
+    [
+        ({"use_rollout_entropy": True}, "--use-rollout-entropy", "remove the flag"),
+        ({"custom_advantage_function_path": "a.b"}, "--custom-advantage-function-path", "remove the flag"),
+        ({"custom_pg_loss_reducer_function_path": "a.b"}, "--custom-pg-loss-reducer-function-path", "remove the flag"),
+        ({"rollout_data_postprocess_path": "a.b"}, "--rollout-data-postprocess-path", "remove the flag"),
+        ({"custom_tis_function_path": "a.b"}, "--custom-tis-function-path: a.b may read", "use one of"),
+        ({"loss_type": "custom_loss"}, "--loss-type: the custom_loss reads", "use policy_loss or sft_loss"),
+        ({"advantage_estimator": "ppo", "kl_coef": 0.1}, "--kl-coef: generalised advantage", "set --kl-coef 0"),
+        ({"save_debug_train_data": "there"}, "--save-debug-train-data", "remove the flag"),
+        ({"dump_details": "there"}, "--dump-details", "remove the flag"),
+        ({"megatron_deepgemm_forward_layers": ["0"]}, "--megatron-deepgemm-forward-layers", "remove the flag"),
+        ({"true_on_policy_mode": True}, "--true-on-policy-mode", "remove the flag"),
+        ({"batch_invariant_mode": True}, "--batch-invariant-mode", "remove the flag"),
+        ({"label_smoothing": 0.1}, "--label-smoothing", "set it to 0"),
+        ({"cuda_graph_scope": ["full_iteration"]}, "--cuda-graph-scope", "capture layers instead"),
+        ({"cuda_graph_impl": "full_iteration"}, "--cuda-graph-scope", "capture layers instead"),
+        ({"use_megatron_fsdp": True}, "--use-megatron-fsdp", "use the distributed optimizer"),
+        ({"use_torch_fsdp2": True}, "--use-torch-fsdp2", "use the distributed optimizer"),
+        ({"defer_embedding_wgrad_compute": True}, "--defer-embedding-wgrad-compute", "remove the flag"),
+        ({"enable_mtp_training": True}, "--enable-mtp-training", "remove the flag"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
 def test_an_unproven_recipe_is_left_alone_and_says_why(
-    modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    modules: dict[str, ModuleType],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    asked: dict[str, Any],
+    flag: str,
+    remedy: str,
 ) -> None:
     monkeypatch.setenv("COMPACT_LOGITS", "1")
     before = bound(modules)
-    slime.install(run_arguments(use_rollout_entropy=True))
+    slime.install(run_arguments(**asked))
     after = bound(modules)
+    # Every function is slime's own still, so the run is that without this package.
     assert all(before[key] is after[key] for key in before)
-    assert caplog.text.count("full path for the whole run: --use-rollout-entropy") == 1
+    assert caplog.text.count(f"full path for the whole run: {flag}") == 1
     (finding,) = slime.check()
-    assert (finding.state, finding.remedy) == ("refused", "remove the flag")
+    assert finding.state == "refused" and finding.remedy.startswith(remedy)
 
 
 def test_strict_raises_instead(modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,6 +159,8 @@ def test_which_pass_runs_and_what_it_asks(
         asked = actor.forward_only(callback, run, None, seen, [1])
         assert (asked.entropy, asked.temperature) == ("none", 0.9)
     assert actor.forward_only(lambda logits: None, run, None, seen, [1]) is None  # a critic's values, say
+    # So the log-prob server asks where it samples from the logits or reads other labels' too.
+    assert actor.forward_only(partial(actor.get_log_probs_and_entropy), run, None, seen, [1]) is None
     run.loss_type = "sft_loss"
     assert actor.train(0, seen).entropy == "none"
     run.loss_type = "value_loss"  # the critic's own step, in the same process
