@@ -15,6 +15,8 @@ DEFAULT_CHUNK_BYTES = 256 * 2**20
 
 _PREFIX = "COMPACT_LOGITS"
 _MODES: dict[str, Literal["off", "on", "strict"]] = {"": "off", "0": "off", "1": "on", "strict": "strict"}
+# Fields of `Config` that are 0 or 1 in the environment, and what they are where it says nothing.
+_SWITCHES = {"cp_balance": "0", "check_ranks": "1", "compile": "0", "fp32_logits": "0"}
 _UNITS = {"": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 
@@ -61,8 +63,7 @@ class Config:
         Raises `ConfigError` for an unknown value, and for an unknown name that begins with `COMPACT_LOGITS`,
         since a mistyped switch that does nothing costs its user a run.
         """
-        names = ("CHUNK_BYTES", "CP_BALANCE", "CHECK_RANKS", "COMPILE", "FP32_LOGITS")
-        known = {_PREFIX, *[f"{_PREFIX}_{name}" for name in names]}
+        known = {_PREFIX, f"{_PREFIX}_CHUNK_BYTES", *[f"{_PREFIX}_{name.upper()}" for name in _SWITCHES]}
         unknown = sorted(name for name in environ if name.startswith(_PREFIX) and name not in known)
         if unknown:
             raise ConfigError(
@@ -76,14 +77,8 @@ class Config:
             parsed = DEFAULT_CHUNK_BYTES if chunk_bytes is None else parse_bytes(chunk_bytes)
         except ConfigError as error:
             raise ConfigError(f"COMPACT_LOGITS_CHUNK_BYTES: {error}") from None
-        return cls(
-            mode=_MODES[value],
-            chunk_bytes=parsed,
-            cp_balance=_switch(environ, f"{_PREFIX}_CP_BALANCE", "0"),
-            check_ranks=_switch(environ, f"{_PREFIX}_CHECK_RANKS", "1"),
-            compile=_switch(environ, f"{_PREFIX}_COMPILE", "0"),
-            fp32_logits=_switch(environ, f"{_PREFIX}_FP32_LOGITS", "0"),
-        )
+        switches = {name: _switch(environ, f"{_PREFIX}_{name.upper()}", on) for name, on in _SWITCHES.items()}
+        return cls(mode=_MODES[value], chunk_bytes=parsed, **switches)
 
 
 def _switch(environ: Mapping[str, str], name: str, default: str) -> bool:

@@ -68,14 +68,15 @@ def project_rows(
     """
     shards = group.size() if sequence_parallel and group is not None else 1
     shard = group.rank() if sequence_parallel and group is not None else 0
-    every = selection.counts(shards)[shard] == hidden.shape[0]
+    counts = selection.counts(shards)
+    every = counts[shard] == hidden.shape[0]
     rows = hidden if every else select(hidden, selection.of_shard(shard, shards))
     if share is None or not share.pays:
-        exchange = _exchange(group, selection.counts(shards), sequence_parallel)
+        exchange = _exchange(group, counts, sequence_parallel)
         return ProjectedRows(rows, selection.targets, exchange, lambda values: values)
     over, rank = share.group, share.group.rank()
-    counts = zip(*(each.counts(shards) for each in share.selections), strict=True)
-    transfers = [Transfers.even(of_ranks) for of_ranks in counts]
+    of_shards = zip(*(each.counts(shards) for each in share.selections), strict=True)
+    transfers = [Transfers.even(of_ranks) for of_ranks in of_shards]
     shares = tuple(sum(each.received(rank)) for each in transfers)
     return ProjectedRows(
         rows=rows,

@@ -73,8 +73,9 @@ def mark_batch(
     """Build the request of one micro-batch, hang it on its loss mask for the model and on its token list for the
     consumer. One device synchronisation: the aligned loss mask is copied to the host; another where `config` asks for
     equal shares over `cp_group`. Collectives: none."""
-    layouts = _layouts(batch, cp_size, allgather_cp=allgather_cp)
-    layout = layouts[cp_rank]
+    lengths = (batch["total_lengths"], batch["response_lengths"], batch["tokens"].shape[1])
+    cut = contiguous if allgather_cp else zigzag
+    layout = packed(*lengths) if cp_size == 1 else cut(*lengths, cp_rank, cp_size)
     keep = (batch["full_loss_masks"][0] != 0).cpu()
     stray = (keep & ~layout.predicts).nonzero()
     if stray.numel():
@@ -83,14 +84,16 @@ def mark_batch(
             f"the row before the token"
         )
     tokens = batch["unconcat_tokens"]
-    selection = RowSelection.build(keep, layout.label_source, layout.join_tokens(tokens))
+    joined = layout.join_tokens(tokens)
+    selection = RowSelection.build(keep, layout.label_source, joined)
     ids, offsets = batch.get("rollout_top_p_token_ids"), batch.get("rollout_top_p_token_offsets")
     nucleus = None
     if pass_.replays_nucleus and ids is not None and offsets is not None:  # slime itself raises where one is missing
         nucleus = nucleus_of(ids, offsets, layout, selection)
     share = None
     if config.cp_balance and cp_size > 1 and nucleus is None and cp_group is not None:
-        share = _share(batch, layouts, cp_group)
+        layouts = [cut(*lengths, rank, cp_size) for rank in range(cp_size)]
+        share = _share(batch["loss_masks"], joined, layouts, cp_group)
     request = Request(
         selection=selection,
         share=share,
@@ -109,17 +112,13 @@ def mark_batch(
     batch["full_loss_masks"] = mark(batch["full_loss_masks"], request)
 
 
-def _layouts(batch: dict[str, Any], cp_size: int, *, allgather_cp: bool) -> list[Layout]:
-    """Those of all context-parallel ranks, which have the same lengths and as many rows."""
-    lengths = (batch["total_lengths"], batch["response_lengths"], batch["tokens"].shape[1])
-    if cp_size == 1:
-        return [packed(*lengths)]
-    return [(contiguous if allgather_cp else zigzag)(*lengths, rank, cp_size) for rank in range(cp_size)]
-
-
-def _share(batch: dict[str, Any], layouts: list[Layout], cp_group: ProcessGroup) -> ContextShare:
+def _share(
+    loss_masks: Sequence[Tensor],  # per sample (response,)
+    tokens: Tensor,  # (tokens,), all sequences one after another
+    layouts: Sequence[Layout],  # of every context-parallel rank
+    cp_group: ProcessGroup,
+) -> ContextShare:
     lengths = list(layouts[0].response_lengths)
-    masks = torch.cat(list(batch["loss_masks"])).cpu().split(lengths) if lengths else ()
-    tokens = layouts[0].join_tokens(batch["unconcat_tokens"])
+    masks = torch.cat(list(loss_masks)).cpu().split(lengths) if lengths else ()
     selections = [RowSelection.build(each.rows_of_masks(masks), each.label_source, tokens) for each in layouts]
     return ContextShare(cp_group, tuple(selections))
