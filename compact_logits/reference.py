@@ -51,8 +51,9 @@ def topk_kl(
 
     `q` is the teacher as given, `p = softmax(logits / temperature)`; each entry counts, an id listed twice twice. The
     clamp bounds both log-probs from below. With `tail`, all ids that are not listed are one category more, of mass
-    `q_0 = max(1 - sum_k q_k, 0)` and `p_0`: plus `q_0 (log q_0 - log max(p_0, tail_mass_eps))`. The tail-aware loss is
-    never negative; what rounding and the guard leave below zero is reported as zero, with the gradient it has.
+    `q_0 = max(1 - sum_k q_k, 0)` and `p_0`: plus `q_0 (log q_0 - log max(p_0, tail_mass_eps))`; of entries with one id
+    the first counts then, and those of -inf list nothing. The tail-aware loss is never negative; what rounding and the
+    guard leave below zero is reported as zero, with the gradient it has.
     """
     work = torch.promote_types(logits.dtype, torch.float32)
     z = logits.to(work) / (temperature[..., None] if isinstance(temperature, Tensor) else temperature)
@@ -60,24 +61,35 @@ def topk_kl(
     log_q, log_p_k = teacher_log_probs.to(work), log_p.gather(-1, teacher_ids)
     if log_prob_min_clamp is not None:
         log_q, log_p_k = log_q.clamp(min=log_prob_min_clamp), log_p_k.clamp(min=log_prob_min_clamp)
-    q = log_q.exp()
-    terms = torch.where(q > 0, q * (log_q - log_p_k), 0.0)
+    counted = _first_given(log_q, teacher_ids) if tail else torch.ones_like(teacher_ids, dtype=torch.bool)
+    q = log_q.exp().masked_fill(~counted, 0.0)
+    terms = torch.where(q == 0, 0.0, q * (log_q - log_p_k))
     top = z.topk(teacher_ids.shape[-1], dim=-1).indices
-    shared = (teacher_ids[..., :, None] == top[..., None, :]).any(dim=-1)
+    shared = (teacher_ids[..., :, None] == top[..., None, :]).any(dim=-1) & counted
     count = shared.sum(dim=-1)
     results = {
         "loss": terms.sum(dim=-1),
-        "student_mass": log_p_k.exp().sum(dim=-1),
+        "student_mass": (log_p_k.exp() * counted).sum(dim=-1),
         "teacher_mass": q.sum(dim=-1),
         "overlap_count": count,
         "overlap_token_advantage": -(terms * shared).sum(dim=-1) / count.clamp(min=1),
     }
     if tail:
-        listed = torch.zeros_like(z, dtype=torch.bool).scatter(-1, teacher_ids, True)
+        listed = torch.zeros_like(z).scatter_add(-1, teacher_ids, counted.to(z.dtype)) > 0
         p_0 = log_p.exp().masked_fill(listed, 0.0).sum(dim=-1)
         q_0 = (1.0 - q.sum(dim=-1)).clamp(min=0.0)
-        of_tail = torch.where(q_0 > 0, q_0 * (q_0.log() - p_0.clamp(min=tail_mass_eps).log()), 0.0)
+        of_tail = torch.where(q_0 == 0, 0.0, q_0 * (q_0.log() - p_0.clamp(min=tail_mass_eps).log()))
         head, total = results["loss"], results["loss"] + of_tail
         results |= {"loss": total + (-total).clamp(min=0.0).detach(), "head_loss": head, "tail_loss": of_tail}
         results |= {"student_tail_mass": p_0, "teacher_tail_mass": q_0}
     return results
+
+
+def _first_given(
+    log_q: Tensor,  # (..., k)
+    ids: Tensor,  # (..., k) int64
+) -> Tensor:  # (..., k) bool
+    """Where an entry is not -inf and no entry before it has its id, unless that one is -inf."""
+    given = log_q != -torch.inf
+    same = (ids[..., :, None] == ids[..., None, :]) & given[..., None, :]
+    return given & ~same.tril(-1).any(dim=-1)

@@ -143,3 +143,49 @@ def test_the_tail_pulls_every_id_that_is_not_listed() -> None:
     torch.testing.assert_close(case.logits.grad[outside], expected[outside], rtol=1e-4, atol=1e-7)
     listed = p.gather(1, case.ids) - case.log_probs.exp()
     torch.testing.assert_close(case.logits.grad.gather(1, case.ids), listed, rtol=1e-4, atol=1e-7)
+
+
+def test_an_id_listed_twice_is_one_category_and_an_entry_of_no_mass_is_none() -> None:
+    generator = torch.Generator().manual_seed(0)
+    log_q = torch.log_softmax(torch.randn(50, 9, generator=generator, dtype=torch.float64), -1)
+    logits = torch.randn(50, 9, generator=generator, dtype=torch.float64)
+    whole = (log_q.exp() * (log_q - torch.log_softmax(logits, -1))).sum(-1)
+    top = log_q.topk(3)
+    # The second id once more, filled up with entries that the teacher did not give: of a listed id, of another.
+    missing = torch.full((50, 1), -torch.inf, dtype=torch.float64)
+    ids = torch.cat([top.indices[:, :1], top.indices, top.indices[:, 1:2], log_q.argmin(-1, keepdim=True)], dim=1)
+    log_probs = torch.cat([missing, top.values, top.values[:, 1:2], missing], dim=1)
+    once, again = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    expected, found = topk_kl(once, *top, tail=True), topk_kl(again, log_probs, ids, tail=True)
+    assert bool((found.loss <= whole + 1e-12).all())
+    for name in ("loss", "head_loss", "tail_loss", "student_mass", "teacher_mass", "student_tail_mass"):
+        torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=1e-12, atol=1e-13, msg=name)
+    expected.loss.sum().backward()
+    found.loss.sum().backward()
+    torch.testing.assert_close(again.grad, once.grad, rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(
+        found.loss, reference.topk_kl(logits, log_probs, ids, tail=True)["loss"], rtol=1e-12, atol=1e-13
+    )
+
+
+def test_ids_that_are_all_the_same() -> None:
+    logits = torch.randn(3, 7, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    log_q = torch.log_softmax(torch.randn(3, 7, generator=torch.Generator().manual_seed(1)), -1)
+    ids = torch.tensor([[0, 0], [1, 1], [2, 2]])
+    found = topk_kl(logits, log_q.gather(1, ids), ids, tail=True)
+    whole = (log_q.exp() * (log_q - torch.log_softmax(logits, -1))).sum(-1)
+    assert bool((found.loss <= whole).all())
+    assert bool((found.overlap_count <= 1).all())
+    torch.testing.assert_close(found.teacher_mass + found.teacher_tail_mass, torch.ones(3))
+    torch.testing.assert_close(found.student_mass + found.student_tail_mass, torch.ones(3))
+
+
+@pytest.mark.parametrize("tail", [True, False])
+def test_a_teacher_that_is_not_a_number_gives_no_number(tail: bool) -> None:
+    case = topk_case(4, vocab=11, k=3)
+    log_probs = case.log_probs.clone()
+    log_probs[2, 1] = torch.nan
+    out = topk_kl(case.logits, log_probs, case.ids, tail=tail)
+    out.loss.sum().backward()
+    assert out.loss.isnan().tolist() == case.logits.grad.isnan().any(1).tolist() == [False, False, True, False]
+    assert bool(reference.topk_kl(case.logits, log_probs, case.ids, tail=tail)["loss"][2].isnan())

@@ -55,11 +55,14 @@ def topk_kl(
 
     Equals `reference.topk_kl`; holds a block of `logits` in fp32 and, in backward, their gradient in their dtype.
     The teacher's log-probs are taken as given, at whatever temperature they were made, and get no gradient; an id may
-    be listed twice, and then counts twice. The truncated KL may be negative.
+    be listed twice, and then counts twice, but once with `tail`. The truncated KL may be negative. A log-prob that is
+    NaN gives a loss that is NaN.
 
     `log_prob_min_clamp`: a lower bound for the log-probs of both sides; where the student's is below it, no gradient.
     `tail`: the exact KL of k + 1 categories, all ids not listed being one: never negative, and never above the KL over
-    the whole vocabulary. `tail_mass_eps` bounds the student's tail from below inside the logarithm; a clamp is refused.
+    the whole vocabulary. Of an id listed twice the first log-prob counts, and an entry of -inf, which the teacher did
+    not give, lists nothing. `tail_mass_eps` bounds the student's tail from below inside the logarithm; a clamp is
+    refused.
     `loss_mask`: rows where it is not set are not computed; their outputs and gradients are exactly zero. To find the
     others, one wait for the device.
     `inplace_backward`: backward writes the gradient over `logits`, which must be contiguous and which nobody may need
@@ -68,6 +71,8 @@ def topk_kl(
     Collectives over `shard.group`: forward two all-gathers, of `k + 2` (`tail`: `k + 3`) and of 6 numbers a row,
     however many chunks; backward none. Raises `InputError` on every rank alike, before them.
     """
+    teacher = {"teacher_log_probs": teacher_log_probs, "teacher_ids": teacher_ids}
+    validation.check_tensors(logits=logits, **teacher, loss_mask=loss_mask)
     resolved = validation.check_logits(logits, shard)
     scorer = _checked_scorer(
         teacher_log_probs, teacher_ids, logits, resolved, tail, log_prob_min_clamp, tail_mass_eps, temperature
@@ -108,6 +113,8 @@ def linear_topk_kl(
     Collectives over `shard.group`: forward as `topk_kl`; backward one all-reduce of the gradient of `hidden`, if it
     needs one. Also with zero rows.
     """
+    teacher = {"teacher_log_probs": teacher_log_probs, "teacher_ids": teacher_ids}
+    validation.check_tensors(hidden=hidden, weight=weight, **teacher, bias=bias)
     rows = rearrange(hidden, "... hidden -> (...) hidden") if hidden.dim() else hidden
     rows, weight, bias = as_autocast(rows, weight, bias)
     resolved = validation.check_head(rows, weight, bias, shard)
@@ -132,7 +139,7 @@ def _checked_scorer(
     leading = student.shape[:-1]
     _check_teacher(teacher_log_probs, teacher_ids, leading)
     validation.check_row_ids(teacher_ids, teacher_log_probs.shape, shard, name="teacher_ids")
-    validation.check_temperature(temperature, leading)
+    validation.check_temperature(temperature, leading, teacher_ids.device)
     check_form(tail, log_prob_min_clamp, tail_mass_eps)
     log_probs = teacher_log_probs.to(work_dtype(student.dtype))
     if log_prob_min_clamp is not None:
@@ -176,5 +183,5 @@ def check_form(tail: bool, log_prob_min_clamp: float | None, tail_mass_eps: floa
             f"the tail-aware KL takes no log_prob_min_clamp, got {log_prob_min_clamp!r}: clamped log-probs and their "
             f"tail are not one distribution; pass None, tail_mass_eps bounds the loss"
         )
-    if not log_prob_min_clamp <= 0.0:
+    if not isinstance(log_prob_min_clamp, int | float) or not log_prob_min_clamp <= 0.0:
         raise InputError(f"log_prob_min_clamp bounds log-probs, which are at most 0, got {log_prob_min_clamp!r}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -29,7 +30,8 @@ class TopKScorer:
     the clamp, its `q_k` is missing from both. Tail-aware, with `q_0 = 1 - sum_k q_k` and `p_0` the sum of `p_j` over
     the ids not listed: plus `q_0 (log q_0 - log max(p_0, eps))`, and where `p_0 > eps` the gradient gains `q_0 p_j`,
     less `q_0 p_j / p_0` at the ids not listed. That needs `p_0` itself, whose sum therefore leaves the listed ids out:
-    one minus the listed ones is zero in fp32 from 6e-8 down.
+    one minus the listed ones is zero in fp32 from 6e-8 down. A category is there once: of several entries with one id
+    the first counts, and an entry of `log q_k = -inf` lists nothing, as the teacher did not give it.
 
     Outputs: loss, student mass, teacher mass, overlap count, overlap-token advantage; tail-aware also the head's and
     the tail's part of the loss, the student's and the teacher's tail mass. The loss alone is differentiable.
@@ -70,6 +72,14 @@ class TopKScorer:
     def _k(self) -> int:
         return self.teacher_ids.shape[1]
 
+    @cached_property
+    def _listed(self) -> Tensor:  # (rows, k) bool
+        """The entries that count, which in the truncated form are all."""
+        if not self.tail:
+            return torch.ones_like(self.teacher_ids, dtype=torch.bool)
+        given = self.teacher_log_probs != -torch.inf
+        return first_of_each_id(torch.where(given, self.teacher_ids, -1)) & given
+
     @property
     def _sums(self) -> int:
         """Columns of the statistics before the student's top: maximum, sum of exponentials, that of the tail."""
@@ -109,7 +119,7 @@ class TopKScorer:
         z.sub_(maximum.masked_fill(maximum == -torch.inf, 0.0)[:, None]).exp_()
         stats[:, 1] = row_sums(z)
         if self.tail:
-            clear_at_(z, ids, owned)
+            clear_at_(z, ids, owned & self._listed[rows])
             stats[:, 2] = row_sums(z)
         return stats
 
@@ -122,15 +132,17 @@ class TopKScorer:
         among_top = chosen_of_all(ranks[:, :, self._sums :], rank, places.to(torch.int64))
 
         owned = self.shard.local_ids(self.teacher_ids)[1]
+        counted = owned & self._listed
         q, log_q = self._teacher(slice(None))
         log_p, active = self._clamped(_log_probs(at_ids, maximum, total))
-        # A teacher's log-prob of -inf is an entry that it did not give: q log q is 0 there, not NaN.
-        terms = torch.where((q > 0) & owned, q * (log_q - log_p), 0.0)
+        # A teacher's log-prob of -inf is an entry that it did not give: q log q is 0 there, not NaN. One that is NaN
+        # itself stays so.
+        terms = torch.where((q != 0) & owned, q * (log_q - log_p), 0.0)
         of_this_rank = [
             terms.sum(dim=1),
-            log_p.exp().masked_fill_(~owned, 0.0).sum(dim=1),
+            log_p.exp().masked_fill_(~counted, 0.0).sum(dim=1),
             q.masked_fill(~(owned & active), 0.0).sum(dim=1),
-            (among_top & owned).sum(dim=1),
+            (among_top & counted).sum(dim=1),
             -terms.masked_fill(~among_top, 0.0).sum(dim=1),
             owned.sum(dim=1),
         ]
@@ -170,15 +182,16 @@ class TopKScorer:
         d_row = d_loss * inverse_temperature(self.temperature, rows, d_loss)
         z.sub_(maximum[:, None]).exp_()
         # The listed ids apart from the others: their two terms nearly cancel, or are nothing beside the others' factor.
-        clear_at_(z, ids, owned)
-        at_ids = (log_p.exp() * of_listed[:, None]).masked_fill_(~first_of_each_id(teacher_ids), 0.0)
+        once = self._listed[rows] if self.tail else first_of_each_id(teacher_ids)
+        clear_at_(z, ids, owned & self._listed[rows])
+        at_ids = (log_p.exp() * of_listed[:, None]).masked_fill_(~once, 0.0)
         at_ids -= self._teacher(rows)[0].masked_fill_(~active, 0.0)
         z.mul_((d_row * of_others / total)[:, None])
         add_at_(z, ids, owned, (at_ids * d_row[:, None]).to(z.dtype))
 
     def _teacher(self, rows: slice) -> tuple[Tensor, Tensor]:  # probs, log-probs, (rows, k) fp64 both
         log_q = self.teacher_log_probs[rows].double()
-        return log_q.exp(), log_q
+        return log_q.exp().masked_fill_(~self._listed[rows], 0.0), log_q
 
     def _clamped(
         self,
@@ -209,4 +222,4 @@ def _tail(
     guarded = student_tail <= eps
     of_listed = torch.where(guarded, teacher_mass, teacher_mass + teacher_tail)
     of_others = torch.where(guarded, teacher_mass, of_listed - teacher_tail / student_tail)
-    return torch.where(teacher_tail > 0, teacher_tail * log_ratio, 0.0), of_others, of_listed
+    return torch.where(teacher_tail == 0, 0.0, teacher_tail * log_ratio), of_others, of_listed
