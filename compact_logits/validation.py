@@ -4,6 +4,7 @@ and host values only, so that no rank waits for a device and none goes on where 
 from __future__ import annotations
 
 import math
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -17,10 +18,43 @@ __all__ = [
     "check_logits",
     "check_row_ids",
     "check_temperature",
+    "check_tensor",
+    "check_tensors",
     "check_vocab_size",
 ]
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+# A logit of fp32 that is divided by less may be infinite, and its row NaN.
+_LEAST_TEMPERATURE = 1e-30
+
+
+def check_tensor(name: str, value: object) -> None:
+    """Raise `InputError` unless `value` is a dense tensor, plain or a DTensor."""
+    if not isinstance(value, Tensor):
+        raise InputError(f"needed a tensor as {name}, got {_shown(value)}")
+    if value.layout != torch.strided or value.is_nested:
+        form = "a nested tensor" if value.is_nested else f"one of {value.layout}"
+        raise InputError(f"needed a dense tensor as {name}, got {form}; pass rows of one width, as {name}.to_dense()")
+
+
+def check_tensors(*, bias: object = None, loss_mask: object = None, **needed: object) -> None:
+    """Raise `InputError` unless each is a plain dense tensor, and all lie on one device; the named two may be None."""
+    optional = {"bias": bias, "loss_mask": loss_mask}
+    given = needed | {name: value for name, value in optional.items() if value is not None}
+    devices = {}
+    for name, value in given.items():
+        check_tensor(name, value)
+        assert isinstance(value, Tensor)
+        if hasattr(value, "device_mesh"):
+            raise InputError(
+                f"{name} is a DTensor; pass its local tensor and the VocabShard of it, or call the functions of "
+                f"compact_logits.integrations.torchforge, which take DTensors"
+            )
+        devices[name] = value.device
+    if len(set(devices.values())) > 1:
+        places = ", ".join(f"{name} on {device}" for name, device in devices.items())
+        raise InputError(f"needed all tensors on one device, got {places}")
 
 
 def check_head(
@@ -63,6 +97,8 @@ def check_logits(
 
 
 def _checked_shard(vocab_local: int, shard: VocabShard | None, name: str) -> VocabShard:
+    if shard is not None and not isinstance(shard, VocabShard):
+        raise InputError(f"needed a VocabShard or None as shard, got {_shown(shard)}")
     if shard is not None and shard.size != vocab_local:
         raise InputError(
             f"the shard [{shard.start}, {shard.stop}) holds {shard.size} ids but {name} has {vocab_local}; "
@@ -118,23 +154,34 @@ def check_vocab_size(
 def check_temperature(
     temperature: float | Tensor,  # scalar, or (rows,)
     shape: torch.Size | tuple[int, ...],
+    device: torch.device | None = None,  # of the rows, where it is known
 ) -> None:
-    """Raise `InputError` unless the temperature is positive and finite, one for all or one a row, and a constant."""
+    """Raise `InputError` unless the temperature is a number from 1e-30 on, one for all or one a row, and a constant."""
+    given: object = temperature
     if isinstance(temperature, Tensor):
         if tuple(temperature.shape) != tuple(shape) or not temperature.is_floating_point():
             raise InputError(
                 f"a temperature per row must be floating {tuple(shape)}, "
                 f"got {tuple(temperature.shape)} of {temperature.dtype}"
             )
+        if device is not None and temperature.device != device:
+            raise InputError(f"a temperature per row must lie on {device}, as the rows do, got {temperature.device}")
         if temperature.requires_grad:
             raise InputError("the temperature gets no gradient here; pass temperature.detach()")
         if temperature.device.type != "cpu" or temperature.numel() == 0:
             return
         low, high = float(temperature.min()), float(temperature.max())
+    elif not isinstance(given, bool) and isinstance(given, Real):
+        low = high = float(given)
     else:
-        low = high = float(temperature)
+        raise InputError(f"the temperature must be a number, or a tensor of one a row, got {_shown(given)}")
     if not (low > 0 and math.isfinite(high)):
         raise InputError(f"the temperature must be positive and finite, got {high if low > 0 else low}")
+    if low < _LEAST_TEMPERATURE:
+        raise InputError(
+            f"the temperature must be at least {_LEAST_TEMPERATURE}, or logits are infinite when divided by it, got "
+            f"{low:g}; pass a larger one"
+        )
 
 
 def check_chunk_bytes(chunk_bytes: int | None) -> None:
@@ -143,3 +190,7 @@ def check_chunk_bytes(chunk_bytes: int | None) -> None:
         isinstance(chunk_bytes, bool) or not isinstance(chunk_bytes, int) or chunk_bytes < 1
     ):
         raise InputError(f"chunk_bytes must be a positive whole number of bytes or None, got {chunk_bytes!r}")
+
+
+def _shown(value: object) -> str:
+    return f"{str(value)[:80]!r} of {type(value).__name__}"

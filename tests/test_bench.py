@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from compact_logits.cli import bench_report, bench_run, main
-from compact_logits.cli.bench_case import Case, make_inputs, true_results
+from compact_logits.cli.bench_case import Case, Results, make_inputs, true_results
 from compact_logits.cli.bench_floor import Floor
 from compact_logits.cli.bench_gate import OURS, PEERS, errors, judge, results
 from compact_logits.cli.bench_peers import ROOTS, find_peers
@@ -82,6 +82,16 @@ def test_a_wrong_way_has_no_numbers() -> None:
         assert (way.peak_mib is None) or not way.failure
     written = bench_report.as_json([outcome], 1, {})["cases"][0]["ways"]
     assert {way["name"] for way in written if "time_ms" not in way} == {way.name for way in outcome.ways if way.failure}
+
+
+def test_a_gradient_that_is_truly_zero_is_measured_as_it_stands() -> None:
+    truth = Results(torch.zeros(2), None, torch.zeros(2, 3), torch.ones(4, 3))
+    assert errors(truth, truth) == {"log_probs": 0.0, "d_hidden": 0.0, "d_weight": 0.0}
+    wrong = truth._replace(d_hidden=torch.full((2, 3), 0.5))
+    assert errors(wrong, truth)["d_hidden"] == pytest.approx(0.5 * 6**0.5)
+    assert (
+        main(["bench", "--tokens", "4", "--hidden", "1", "--vocab", "1", "--rounds", "1", "--no-peers", "--json"]) == 0
+    )
 
 
 def test_ours_is_held_to_a_narrower_gate_than_peers() -> None:

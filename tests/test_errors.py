@@ -186,6 +186,52 @@ CASES += [
     ),
     (lambda: KEPT.read(torch.zeros(2), mask(1, 1, 0)), "row 1" + NOT_SELECTED),
 ]
+ONE_DEVICE = "needed all tensors on one device, got "
+A_NUMBER = "the temperature must be a number, or a tensor of one a row, got "
+TOO_SMALL = "the temperature must be at least 1e-30, or logits are infinite when divided by it, got "
+LARGER = "; pass a larger one"
+
+
+class Foreign(torch.Tensor):
+    """A tensor that says of itself what a DTensor does."""
+
+    device_mesh = None
+
+
+CASES += [
+    (lambda: head(hidden=None), "needed a tensor as hidden, got 'None' of NoneType"),
+    (lambda: head(targets=[1, 2, 3]), "needed a tensor as targets, got '[1, 2, 3]' of list"),
+    (lambda: head(bias="x"), "needed a tensor as bias, got 'x' of str"),
+    (lambda: logits(logits=None), "needed a tensor as logits, got 'None' of NoneType"),
+    (
+        lambda: logits(logits=torch.zeros(2, 3, 7).to_sparse()),
+        "needed a dense tensor as logits, got one of torch.sparse_coo; pass rows of one width, as logits.to_dense()",
+    ),
+    (
+        lambda: logits(logits=torch.nested.nested_tensor([torch.zeros(3, 7), torch.zeros(2, 7)], layout=torch.jagged)),
+        "needed a dense tensor as logits, got a nested tensor; pass rows of one width, as logits.to_dense()",
+    ),
+    (
+        lambda: head(weight=torch.zeros(7, 4).as_subclass(Foreign)),
+        "weight is a DTensor; pass its local tensor and the VocabShard of it, or call the functions of "
+        "compact_logits.integrations.torchforge, which take DTensors",
+    ),
+    (
+        lambda: head(weight=torch.zeros(7, 4, device="meta")),
+        ONE_DEVICE + "hidden on cpu, weight on meta, targets on cpu",
+    ),
+    (lambda: logits(targets=ids(1).to("meta")), ONE_DEVICE + "logits on cpu, targets on meta"),
+    (lambda: head(shard=(0, 7)), "needed a VocabShard or None as shard, got '(0, 7)' of tuple"),
+    (lambda: head(temperature="x"), A_NUMBER + "'x' of str"),
+    (lambda: logits(temperature=None), A_NUMBER + "'None' of NoneType"),
+    (lambda: logits(temperature=True), A_NUMBER + "'True' of bool"),
+    (
+        lambda: head(temperature=torch.ones(3, device="meta")),
+        "a temperature per row must lie on cpu, as the rows do, got meta",
+    ),
+    (lambda: head(temperature=1e-40), TOO_SMALL + "1e-40" + LARGER),
+    (lambda: head(temperature=torch.tensor([1.0, 1e-35, 1.0]).double()), TOO_SMALL + "1e-35" + LARGER),
+]
 CASES += [
     (lambda given=given: head(temperature=given), BAD_TEMPERATURE + text)
     for given, text in (
@@ -210,6 +256,15 @@ def message(call: Callable[[], Any]) -> str:
 @pytest.mark.parametrize(("call", "text"), CASES, ids=[text[:60] for _, text in CASES])
 def test_case_10_3_and_all_other_wrong_inputs(call: Callable[[], Any], text: str) -> None:
     assert message(call) == text
+
+
+@pytest.mark.parametrize("temperature", [1e-30, 1e-6, 1e30, 1e300])
+def test_a_temperature_that_is_taken_gives_numbers(temperature: float) -> None:
+    hidden = torch.randn(3, 4, requires_grad=True)
+    result = head(hidden=hidden, weight=torch.randn(7, 4), temperature=temperature, entropy="loss")
+    (result.log_probs.sum() + result.entropy.sum()).backward()
+    assert bool(result.entropy.isfinite().all()) and bool(hidden.grad.isfinite().all())
+    assert not bool(result.log_probs.isnan().any())
 
 
 def literal_parts(name: str) -> list[tuple[int, str]]:

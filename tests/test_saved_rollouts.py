@@ -7,6 +7,7 @@ import os
 import pickle
 import subprocess
 import sys
+import threading
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,9 @@ from typing import Any
 import pytest
 import torch
 
+from compact_logits.cli import rollouts
 from compact_logits.cli.saved_rollouts import MAX_TOKENS, read_any_rollouts
-from compact_logits.errors import CompactLogitsError
+from compact_logits.errors import CompactLogitsError, InputError
 from tests.slime_real.tree import needs_trees
 from tests.support.source_tree import ROOT
 
@@ -75,6 +77,23 @@ def test_jsonl_is_told_apart_also_where_it_comes_through_a_pipe(tmp_path: Path) 
         assert len(read_any_rollouts(f"/dev/fd/{reading}", vocab=10)) == 2
     finally:
         os.close(reading)
+
+
+def test_a_named_pipe_is_read_once_and_not_waited_for_without_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    monkeypatch.setattr(rollouts, "PIPE_WAIT_S", 0.2)
+    with pytest.raises(InputError, match=r"pipe: needed rollouts, got a pipe into which nobody wrote for 0\.2 seconds"):
+        read_any_rollouts(pipe, vocab=10)
+    monkeypatch.setattr(rollouts, "PIPE_WAIT_S", 20.0)
+    line = json.dumps({key: SAMPLE[key] for key in ("tokens", "loss_mask", "response_length")}).encode()
+    writer = threading.Thread(target=pipe.write_bytes, args=(line + b"\n" + line,))
+    writer.start()
+    assert len(read_any_rollouts(pipe, vocab=10)) == 2
+    writer.join(20)
+    assert not writer.is_alive()
 
 
 @pytest.mark.parametrize(

@@ -126,6 +126,8 @@ def test_golden_values_of_extreme_logits() -> None:
         ((2, 4, 5), torch.zeros(2, 3, dtype=torch.int64), False, "align=False needs as many of each"),
         ((2, 4, 5), torch.zeros(3, 3, dtype=torch.int64), True, "2 sequences on this rank and input_ids 3"),
         ((2, 4, 5), torch.zeros(2, 3), True, "needed integer input_ids"),
+        ((2, 4, 5), torch.zeros(2, 3, dtype=torch.bool), True, "needed integer input_ids"),
+        ((2, 4, 5), [[0, 1, 2]], True, "needed a tensor as input_ids, got '[[0, 1, 2]]' of list"),
         ((2, 4, 5), torch.full((2, 3), 5), True, "must be below the vocabulary size 5, got 5"),
         ((2, 4, 5), torch.full((2, 3), -1), True, "must be vocabulary ids, got -1"),
     ],

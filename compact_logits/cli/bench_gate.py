@@ -38,7 +38,7 @@ class WithoutGradient(CompactLogitsError):
 
 
 def errors(found: Results, truth: Results) -> dict[str, float]:
-    """Values by their largest error, gradients by their error in the L2 norm over that of the truth."""
+    """Values by their largest error, gradients by their error in the L2 norm over that of the truth, if it has any."""
     measured = {}
     for name, of_way, true in zip(Results._fields, found, truth, strict=True):
         if true is None:
@@ -46,7 +46,8 @@ def errors(found: Results, truth: Results) -> dict[str, float]:
         if of_way is None:
             measured[name] = float("inf")
         elif name.startswith("d_"):
-            measured[name] = ((of_way.double() - true).norm() / true.norm()).item()
+            error, scale = (of_way.double() - true).norm(), true.norm()
+            measured[name] = (error / scale if scale > 0 else error).item()
         else:
             measured[name] = _largest(of_way.double() - true)
     return measured

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import select
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,13 +13,14 @@ from typing import IO, Any
 
 from compact_logits.errors import InputError
 
-__all__ = ["MAX_LINE_BYTES", "SHIPPED", "Rollout", "checked_rollout", "pack_rollouts", "read_rollouts"]
+__all__ = ["MAX_LINE_BYTES", "PIPE_WAIT_S", "SHIPPED", "Rollout", "checked_rollout", "pack_rollouts", "read_rollouts"]
 
 # Generated, ids below 512: a system and a user prompt, then turns of an assistant (mask 1) and of tools (mask 0), whose
 # outputs are most of the tokens. One trajectory failed, and is masked throughout.
 SHIPPED = Path(__file__).parent / "data" / "agentic.jsonl"
 
 MAX_LINE_BYTES = 16 * 2**20
+PIPE_WAIT_S = 60.0
 _FIELDS = ("tokens", "loss_mask", "response_length")
 
 
@@ -37,11 +41,12 @@ def read_rollouts(path: str | Path, *, vocab: int, max_line_bytes: int = MAX_LIN
 
     Of each line is needed: `tokens`, ids from 0 to below `vocab`; `response_length`, less than there are tokens;
     `loss_mask`, 0 or 1 for each response token. Raises `InputError`, in one line with file, line number, what was
-    needed and what came, for the first that is otherwise, for a file that can't be read and for one without rollouts.
+    needed and what came, for the first that is otherwise, for a file that can't be read, for one without rollouts and
+    for a pipe into which nobody has written within `PIPE_WAIT_S` seconds.
     """
     rollouts = []
     try:
-        with open(path, "rb") as file:
+        with _opened(path) as file:
             for number, line in _lines(file, str(path), max_line_bytes):
                 try:
                     rollouts.append(_parse(line, vocab))
@@ -75,6 +80,20 @@ def pack_rollouts(rollouts: list[Rollout], *, token_budget: int) -> list[list[Ro
         batches[fitting].append(rollout)
         room[fitting] -= length
     return batches
+
+
+def _opened(path: str | Path) -> IO[bytes]:
+    # An ordinary open of a pipe waits for somebody who writes, for ever if need be.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    file = os.fdopen(descriptor, "rb")
+    if stat.S_ISFIFO(os.fstat(descriptor).st_mode):
+        poller = select.poll()
+        poller.register(descriptor, select.POLLIN)
+        if not poller.poll(PIPE_WAIT_S * 1000):
+            file.close()
+            raise InputError(f"{path}: needed rollouts, got a pipe into which nobody wrote for {PIPE_WAIT_S:g} seconds")
+    os.set_blocking(descriptor, True)
+    return file
 
 
 def _lines(file: IO[bytes], path: str, max_line_bytes: int) -> Iterator[tuple[int, bytes]]:

@@ -32,9 +32,11 @@ def read_any_rollouts(path: str | Path, *, vocab: int) -> list[Rollout]:
     refused by torch and named here. Raises `InputError`, in one line, as `read_rollouts` does.
     """
     try:
-        with open(path, "rb") as file:
-            # A pipe's bytes are there once, and torch saves into files.
-            head = file.read(4) if stat.S_ISREG(os.fstat(file.fileno()).st_mode) else b""
+        head = b""
+        # A pipe is opened once, by who reads it: its bytes are there once. And torch saves into files.
+        if stat.S_ISREG(os.stat(path).st_mode):
+            with open(path, "rb") as file:
+                head = file.read(4)
     except OSError as error:
         raise InputError(f"needed a readable file of rollouts, got {path}: {error.strerror}") from None
     if head == _ZIP:

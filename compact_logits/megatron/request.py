@@ -57,7 +57,7 @@ class Request:
 
     def __post_init__(self) -> None:
         check_entropy(self.entropy)
-        check_temperature(self.temperature, (self.selection.kept,))
+        check_temperature(self.temperature, (self.selection.kept,), self.selection.targets.device)
         check_vocab_size(self.vocab_size, self.selection.targets)
         if self.nucleus is not None and self.nucleus.recorded.shape[0] != self.selection.kept:
             raise InputError(

@@ -241,6 +241,7 @@ def linear_log_probs(
     the gradient of `hidden`, if it needs one. Also with zero rows. Raises `InputError` before them, on
     every rank alike.
     """
+    validation.check_tensors(hidden=hidden, weight=weight, targets=targets, bias=bias)
     hidden, weight, bias = as_autocast(hidden, weight, bias)
     resolved = validation.check_head(hidden, weight, bias, shard)
     scorer = _checked_scorer(targets, hidden.shape[:1], resolved, temperature, entropy, sum_p2, vocab_size)
@@ -268,6 +269,7 @@ def log_probs(
 
     Collectives over `shard.group`: forward one all-gather of three to five fp32 a row; backward none.
     """
+    validation.check_tensors(logits=logits, targets=targets)
     resolved = validation.check_logits(logits, shard)
     leading = logits.shape[:-1]
     scorer = _checked_scorer(targets, leading, resolved, temperature, entropy, sum_p2, vocab_size)
@@ -286,7 +288,7 @@ def _checked_scorer(
     vocab_size: int | None,
 ) -> LogProbScorer:
     validation.check_row_ids(targets, shape, shard)
-    validation.check_temperature(temperature, shape)
+    validation.check_temperature(temperature, shape, targets.device)
     validation.check_vocab_size(vocab_size, targets, shard)
     check_entropy(entropy)
     per_row = temperature.flatten() if isinstance(temperature, Tensor) else float(temperature)

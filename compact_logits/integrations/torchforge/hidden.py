@@ -71,6 +71,8 @@ def _score(
     compile: bool,
     chunk_bytes: int | None,
 ) -> tuple[Tensor, Targets]:  # (local batch, target positions), and what they are log-probs of
+    validation.check_tensor("hidden", hidden)
+    validation.check_tensor("lm_head_weight", weight)
     if hidden.dim() != 3 or weight.dim() != 2:
         raise InputError(
             f"needed hidden (batch, positions, hidden) and a weight (vocab, hidden), got {tuple(hidden.shape)} and "

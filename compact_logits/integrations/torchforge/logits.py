@@ -44,6 +44,7 @@ def compute_logprobs(
     Raises `InputError` for any other placement, shapes that do not fit, ids outside the vocabulary and a temperature
     that is not positive.
     """
+    validation.check_tensor("logits", logits)
     if logits.dim() != 3:
         raise InputError(f"needed logits (batch, positions, vocab), got {tuple(logits.shape)}")
     placement = place_logits(logits, align) if isinstance(logits, DTensor) else None

@@ -43,7 +43,10 @@ class Targets:
 
         Host values are checked against the whole vocabulary, so that every rank of its mesh axis raises alike.
         """
-        if input_ids.dim() != 2 or (input_ids.is_floating_point() and input_ids.numel()):
+        validation.check_tensor("input_ids", input_ids)
+        # An empty list makes a tensor of floats.
+        integer = not (input_ids.is_floating_point() or input_ids.is_complex() or input_ids.dtype == torch.bool)
+        if input_ids.dim() != 2 or (input_ids.numel() and not integer):
             raise InputError(
                 f"needed integer input_ids (batch, target positions), got {tuple(input_ids.shape)} of {input_ids.dtype}"
             )
