@@ -26,16 +26,15 @@ Gradients = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Question:
-    """A micro-batch, and what is asked of it, which is something else for each mask."""
+    """A micro-batch, and what is asked of it."""
 
     micro: Micro
     asked: dict[str, Any]
 
     @staticmethod
-    def of(rank: int, cut: Cut, mask: str) -> Question:
-        temperatures = {"holes": 0.7, "everything": 1.3}
+    def of(rank: int, cut: Cut, mask: str, temperature: float) -> Question:
         asked = {"entropy": "loss", "chunk_bytes": 5000 if mask == "everything" else None}
-        return Question(micro_batch(rank, cut, mask), asked | {"temperature": temperatures.get(mask, 1.0)})
+        return Question(micro_batch(rank, cut, mask), asked | {"temperature": temperature})
 
     def loss(self, model: Any, asks: bool, *, around: Callable[..., Tensor] = call) -> Tensor:  # scalar
         """Of one forward, over the compact path or by the definition from logits; `around` runs the model."""
@@ -53,6 +52,10 @@ class Question:
             scored = reference.log_probs(whole, micro.labels, temperature=self.asked["temperature"])
             scalars = torch.stack(scored, dim=1)[kept]
         return (scalars * micro.weights[kept].to(scalars.dtype)).sum() + 0 * output.sum()
+
+
+def two_questions(rank: int, cut: Cut, second: str = "everything") -> list[Question]:
+    return [Question.of(rank, cut, "holes", 0.7), Question.of(rank, cut, second, 1.3)]
 
 
 def double_model(cut: Cut, **more: Any) -> Any:
@@ -83,9 +86,9 @@ def assert_equal(found: Gradients, expected: Gradients) -> None:
     assert [name for name, gradient in expected.items() if not torch.equal(found[name], gradient)] == []
 
 
-def in_flight(rank: int, world: int, cut: Cut) -> None:
+def in_flight(rank: int, world: int, cut: Cut, second: str) -> None:
     with cpu_megatron(rank, world, tp=cut.tp):
-        questions = [Question.of(rank, cut, mask) for mask in ("holes", "everything")]
+        questions = two_questions(rank, cut, second)
         model = double_model(cut)
         dense = one_by_one(model, questions, asks=False)
         attach(model)
@@ -105,9 +108,10 @@ def in_flight(rank: int, world: int, cut: Cut) -> None:
         assert_equal(take_gradients(model), apart)
 
 
+@pytest.mark.parametrize("second", ["everything", "holes"], ids=["of other sizes", "of one size"])
 @pytest.mark.parametrize("tp", [1, 2])
-def test_two_micro_batches_in_flight_in_both_orders(rank_pool: RankPool, tp: int) -> None:
-    rank_pool.run(tp, in_flight, Cut(tp))
+def test_two_micro_batches_in_flight_in_both_orders(rank_pool: RankPool, tp: int, second: str) -> None:
+    rank_pool.run(tp, in_flight, Cut(tp), second)
 
 
 def run_again(rank: int, world: int, cut: Cut) -> None:
@@ -125,7 +129,7 @@ def run_again(rank: int, world: int, cut: Cut) -> None:
         return around
 
     with cpu_megatron(rank, world, tp=cut.tp):
-        questions = [Question.of(rank, cut, mask) for mask in ("holes", "everything")]
+        questions = two_questions(rank, cut)
         model = double_model(cut)
         dense = one_by_one(model, questions, asks=False)
         attach(model)
@@ -156,7 +160,7 @@ def layers_again(rank: int, world: int) -> None:
     recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     cut = Cut(1)
     with cpu_megatron(rank, world, tp=1), mock.patch.multiple(random, **states):
-        questions = [Question.of(0, cut, mask) for mask in ("holes", "everything")]
+        questions = two_questions(0, cut)
         dense = one_by_one(double_model(cut, layers=2), questions, asks=False)
         plain, ours = (double_model(cut, layers=2, **more) for more in ({}, recompute))
         runs: list[int] = []
@@ -184,7 +188,7 @@ def two_models(cut: Cut) -> list[Any]:
 
 def both_at_once(rank: int, world: int, cut: Cut) -> None:
     with cpu_megatron(rank, world, tp=cut.tp):
-        questions = [Question.of(rank, cut, mask) for mask in ("holes", "everything")]
+        questions = two_questions(rank, cut)
         models = two_models(cut)
         pairs = list(zip(models, questions, strict=True))
         dense = [one_by_one(model, [question], asks=False) for model, question in pairs]
@@ -224,7 +228,7 @@ def in_two_threads(rank: int, world: int) -> None:
     cut = Cut(1)
     with cpu_megatron(rank, world, tp=1):
         models = two_models(cut)
-        questions = [Question.of(0, cut, mask) for mask in ("holes", "everything")]
+        questions = two_questions(0, cut)
         pairs = list(zip(models, questions, strict=True))
         dense = [one_by_one(model, [question], asks=False) for model, question in pairs]
         for model in models:
