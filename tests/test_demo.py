@@ -168,7 +168,10 @@ BAD_USE = [
     ([], "COMMAND"),
     (["demon"], "invalid choice: 'demon'"),
     (["demo", "--steps", "0"], "--steps must be from 1 to 1000, got 0"),
-    (["demo", "--steps", "many"], "argument --steps: invalid int value: 'many'; compact-logits demo --help lists"),
+    (
+        ["demo", "--steps", "many"],
+        "argument --steps: invalid int value: 'many'; compact-logits demo --help lists what there is",
+    ),
     (["demo", "--tp", "3"], "argument --tp: invalid choice: 3"),
     (["demo", "--vocab", "5"], "--vocab must be from 4096 to 1048576 and a multiple of --tp 2, got 5"),
     (["demo", "--vocab", "4097"], "a multiple of --tp 2, got 4097"),
@@ -196,7 +199,10 @@ def test_bad_use_ends_with_2_and_one_line(capsys: Any, argv: list[str], said: st
 
 @pytest.mark.parametrize(
     ("module", "said"),
-    [("rich", "pip install 'compact-logits[cli]'"), ("megatron", "pip install megatron-core")],
+    [
+        ("rich", "the demo draws with rich, which is not installed: pip install 'compact-logits[cli]'"),
+        ("megatron", "a megatron-core GPTModel, which is not installed: pip install megatron-core"),
+    ],
 )
 def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch, capsys: Any, module: str, said: str) -> None:
     find_spec = importlib.util.find_spec

@@ -141,6 +141,7 @@ def test_sourced_files_and_forgotten_backslashes_are_noted(tmp_path: Path) -> No
         (b'python train.py --x "1\n', 'line 1: a " is never closed'),
         (b"X=${Y\npython train.py\n", "line 1: ${ is never closed"),
         (b"python train.py --x '1\n", "line 1: ' is never closed"),
+        (b"echo\n((n = 1 + 2)\npython train.py\n", "line 2: (( is never closed, so the flags after it can't be told"),
         (b"#!/usr/bin/env python3\nimport os\n", "needed a bash script, got Python"),
         (b"\0" * 100, "at most 1048576 bytes of text"),
         (b"x" * (MAX_SCRIPT_BYTES + 1), "at most 1048576 bytes of text"),
@@ -151,7 +152,7 @@ def test_sourced_files_and_forgotten_backslashes_are_noted(tmp_path: Path) -> No
         ),
         (b"source run.sh\nsource ./run.sh\n", "found none"),
     ],
-    ids=range(11),
+    ids=range(12),
 )
 def test_hostile_scripts_are_refused_in_one_line(tmp_path: Path, content: bytes, said: str) -> None:
     path = tmp_path / "run.sh"

@@ -111,8 +111,9 @@ def test_applying_again_notices_that_the_patch_has_been_replaced(source):
     patch = Patch(source, "speak", louder)
     patch.apply()
     source.speak = lambda word: word
-    with _refused("patched_source.speak was patched by compact_logits and is now <lambda> ("):
+    with _refused("patched_source.speak was patched by compact_logits and is now <lambda> (") as caught:
         patch.apply()
+    assert "), which does not say that it wraps the patch; undo that, or revert this patch" in str(caught.value)
     source.speak = original
     patch.revert()
     assert source.speak is original, "where the original is back already, there is nothing to undo"
