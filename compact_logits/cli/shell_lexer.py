@@ -13,7 +13,7 @@ __all__ = ["Command", "Piece", "RawWord", "lex"]
 
 _NAME = re.compile(r"[A-Za-z_]\w*|[0-9@*#?$!-]")
 _ASSIGNS_ARRAY = re.compile(r"[A-Za-z_]\w*\+?=")
-_REDIRECTION = re.compile(r"(?:\d+|&)?(?:>>?|<)(?:&\d?-?|\|)?|<>")
+_REDIRECTION = re.compile(r"(?:\d+|&)?(?:>>?|<)(?:&\d*-?|\|)?|<>")
 _HERE_DOCUMENT = re.compile(r"<<(-?)\s*(\\?)(['\"]?)([\w.]+)\3")
 _PLAIN = re.compile(r"""[^\s;&|()<>\\'"$`]+""")
 _PLAIN_QUOTED = re.compile(r"""[^"\\$`]+""")
@@ -124,7 +124,8 @@ class _Lexer:
             return None
         if redirection := _REDIRECTION.match(self.text, self.at):
             self.at = redirection.end()
-            if not redirection[0].rstrip("-")[-1:].isdigit() and self._blanks() < len(self.text):
+            # `2>&1` and `<&-` are whole; after any other stands its target.
+            if redirection[0][-1] not in "0123456789-" and self._blanks() < len(self.text):
                 self._pieces()
             return None
         pieces = self._pieces()
