@@ -108,6 +108,18 @@ def test_the_setting_and_whether_it_is_valid(
     code, report = doctor(capsys, "slime")
     assert code == (1 if error else 0)
     assert report["setting"]["valid"] is (not error) and report["setting"]["mode"] == mode
+    assert main(["doctor", "slime"]) == code
+    printed = " ".join(capsys.readouterr().out.split())
+    assert ("not valid" in printed) == bool(error) and error[:20] in printed
+
+
+def test_a_setting_that_is_not_valid_is_each_integration_s_reason(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setenv("COMPACT_LOGITS", "perhaps")
+    code, report = doctor(capsys, "verl")
+    assert code == 1
+    for found in report["integrations"]:
+        assert found["state"] == "refused" and found["remedy"] == "correct the environment variable"
+        assert found["reason"].startswith("COMPACT_LOGITS must be unset, 0, 1 or strict, got 'perhaps'")
 
 
 def test_a_refusal_ends_with_1_only_where_something_was_asked_for(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

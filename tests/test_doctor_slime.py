@@ -95,6 +95,11 @@ def test_defaults_are_said_to_be_assumed() -> None:
         ("--kl-coef ${KL} --custom-advantage-function-path a.b", "full path", ["--kl-coef is ${KL}"]),
         ("--custom-tis-function-path $FUNCTION", "unknown", ["--custom-tis-function-path is ${FUNCTION}"]),
         ("--use-opd ${EXTRA[@]}", "compact", ["${EXTRA[@]} may hold more flags"]),
+        ("--cuda-graph-scope attn full_iteration", "full path", []),
+        ("--cuda-graph-scope attn", "compact", []),
+        ("--cuda-graph-scope $SCOPE", "unknown", ["--cuda-graph-scope is ${SCOPE}"]),
+        # No number: slime's own parser will say so.
+        ("--label-smoothing some", "full path", []),
         (
             "--custom-config-path m.yaml",
             "compact",
@@ -106,6 +111,14 @@ def test_defaults_are_said_to_be_assumed() -> None:
 def test_what_is_not_known_is_named_and_decides_nothing(arguments: str, verdict: str, unknown: list[str]) -> None:
     found = decision(arguments)
     assert (found.verdict, found.unknown) == (verdict, unknown)
+
+
+def test_more_that_is_not_known_than_can_be_tried_out() -> None:
+    """Even where each way would come to the same: sixteen flags have 65,536 together."""
+    of_values = [flag for flag, spec in LOOKED_AT.items() if spec.kind != "switch"]
+    found = decision(" ".join(f"{flag} $X" for flag in of_values) + " --use-rollout-entropy")
+    assert found.verdict == "unknown" and len(found.unknown) == len(of_values) > 12
+    assert {row.verdict for row in found.rows} == {"unknown"} and not any(row.reason for row in found.rows)
 
 
 def test_a_flag_in_a_branch_may_or_may_not_be_given(tmp_path: Path) -> None:
@@ -151,6 +164,12 @@ def test_the_table_is_printed(capsys: Any, tmp_path: Path) -> None:
     ):
         assert said in printed
     assert "\033" not in printed
+    assert main(["doctor", "slime", "--slime", f"COMPACT_LOGITS=1 python train.py {HOOK}"]) == 0
+    printed = capsys.readouterr().out
+    assert "not switched on" not in printed and "not set by this recipe" not in printed
+    script.write_text("source /no/such.sh\npython train.py\n")
+    assert main(["doctor", "slime", "--slime", str(script)]) == 0
+    assert "note: sourced file /no/such.sh was not read" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

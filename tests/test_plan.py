@@ -154,6 +154,10 @@ def test_the_picture(capsys: Any, tmp_path: Path) -> None:
     assert main(["plan", *SMALL, *COARSE, "--tokens", "1024", "--memory", "1GiB", "--plot", str(path)]) == 0
     assert f"drawn into {path}" in capsys.readouterr().out.replace("\n", "")
     assert is_picture(path)
+    # Without a card, and where no row is kept.
+    path = tmp_path / "nothing.png"
+    assert main(["plan", *SMALL, *COARSE, "--tokens", "1024", "--kept", "0", "--plot", str(path)]) == 0
+    assert is_picture(path)
 
 
 WRONG = [

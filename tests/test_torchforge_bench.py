@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from compact_logits.cli import torchforge_bench, torchforge_paths
+from compact_logits.cli.launch import RankFailed
 from compact_logits.cli.torchforge_rank import Measured, Sizes, bench_rank
 from compact_logits.cli.torchforge_seed import SEED_CASE, simulate_ways
 from tests.support.ranks import run_ranks
@@ -71,3 +72,39 @@ def test_the_command_prints_and_writes_the_seed_case(tmp_path: Path, capsys: pyt
     printed, written = capsys.readouterr().out, json.loads(out.read_text())
     assert "| ours from hidden | 0.38 |" in printed and "hardware" in printed
     assert {"hardware", "torch", "commit", "date", "case", "ways"} <= written.keys()
+
+
+def test_the_command_measures_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Through the ranks it starts, with a checkout whose function is the definition."""
+    ops = tmp_path / "src/forge/util/ops.py"
+    ops.parent.mkdir(parents=True)
+    ops.write_text("from compact_logits.cli.torchforge_paths import gathered_definition as compute_logprobs\n")
+    out = tmp_path / "measured.json"
+    sizes = ["--batch", "1", "--prompt", "2", "--response", "4", "--vocab", "40", "--hidden", "8", "--rounds", "1"]
+    call = [*sizes, "--uncompiled-only", "--root", str(tmp_path), "--json", str(out)]
+    assert torchforge_bench.main(call) == 0
+    printed, written = capsys.readouterr().out, json.loads(out.read_text())
+    assert "1 x 6 positions, 4 scored, V 40, H 8, float32, forward and backward from hidden states" in printed
+    assert "torchforge's own function; hardware" in printed
+    assert [way["name"].split()[0] for way in written["ways"]] == ["full_tensor", "loss_parallel", "ours", "ours"]
+    assert all(not way["failure"] and way["time_ms"] > 0 for way in written["ways"])
+    assert (written["case"]["ranks"], written["case"]["vocab"]) == (2, 40)
+
+
+def test_of_several_ranks_the_slowest_counts_and_a_failure_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fast = [Measured("theirs", False, time_ms=1.0, peak_mib=9.0, errors=[0.0]), Measured("ours", False, failure="x")]
+    slow = [Measured("theirs", False, time_ms=2.0, peak_mib=3.0, errors=[0.0]), Measured("ours", False, time_ms=5.0)]
+    monkeypatch.setattr(torchforge_bench, "launch", lambda *_: [fast, slow])
+    assert torchforge_bench.main(["--forward-only", "--root", ""]) == 1
+    printed = capsys.readouterr().out
+    assert "| theirs | no | 2 | 9 | 0e+00 |" in printed and "| ours | no | x | | |" in printed
+    assert "forward alone" in printed
+
+    def broken(*_: object) -> None:
+        raise RankFailed("rank 1 of 2 failed: out of luck")
+
+    monkeypatch.setattr(torchforge_bench, "launch", broken)
+    assert torchforge_bench.main(["--root", ""]) == 1
+    assert capsys.readouterr().err == "torchforge_bench: rank 1 of 2 failed: out of luck\n"
