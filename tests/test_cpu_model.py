@@ -116,7 +116,7 @@ def test_positions_of_both_cuts() -> None:
     contiguous = [packed_positions(bounds, cp_rank=rank, cp_size=2, contiguous=True) for rank in range(2)]
     assert [p.tolist() for p, _ in contiguous] == [[0, 1, 2, 3, 4, 5], [6, 7, 0, 1, 2, 3]]
     assert [s.tolist() for _, s in contiguous] == [[0] * 6, [0, 0, 1, 1, 1, 1]]
-    with pytest.raises(ValueError, match="cuts sequence 1 into 4 equal parts, got 3 rows"):
+    with pytest.raises(ValueError, match="zigzag CP cuts sequence 1 into 4 equal parts, got 3 rows"):
         packed_positions(torch.tensor([0, 8, 11]), cp_rank=0, cp_size=2, contiguous=False)
     with pytest.raises(ValueError, match="contiguous CP cuts the pack into 2 equal parts, got 11 rows; pad it"):
         packed_positions(torch.tensor([0, 8, 11]), cp_rank=0, cp_size=2, contiguous=True)

@@ -29,7 +29,9 @@ def test_lengths_that_cannot_be(build):
         build([-1], [0], 64)
     with _refused("sample 0 has total_length 3 and response_length -2"):
         build([3], [-2], 64)
-    with _refused("got 2 total_lengths and 1 response_lengths"):
+    with _refused(
+        "one total length and one response length for each sample, got 2 total_lengths and 1 response_lengths"
+    ):
         build([3, 4], [2], 64)
 
 
@@ -56,7 +58,9 @@ def test_a_rank_outside_its_group(build, rank, size):
 @pytest.mark.parametrize("entries", [2, 4])
 def test_a_mask_as_long_as_another_response(build, entries):
     layout = build([5, 6], [2, 3], 64)
-    with _refused(f"the loss mask of sample 1 has {entries} entries but its response_length is 3; cut or pad it"):
+    with _refused(
+        f"the loss mask of sample 1 has {entries} entries but its response_length is 3; cut or pad it where the"
+    ):
         layout.rows_of_masks([torch.ones(2), torch.ones(entries)])
 
 

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from compact_logits import reference
 from compact_logits.cli.cpu_model import build_gpt, cpu_megatron
-from compact_logits.errors import InputError
-from compact_logits.megatron import Request, attach
+from compact_logits.errors import InputError, PatchError
+from compact_logits.megatron import Request, attach, mark, request_of
 from compact_logits.megatron.attach import gpt_model_of
+from compact_logits.megatron.seam import postprocess_wrapper
 from tests.support.gpt_paths import VOCAB, Cut, Micro, micro_batch
 from tests.support.marked_gpt import call, marked
 from tests.support.ranks import RankPool
@@ -74,3 +75,25 @@ def test_a_target_that_is_padding_is_refused_before_the_model_runs() -> None:
     Request(selection, vocab_size=highest + 1)
     with pytest.raises(InputError, match=f"targets must be below vocab_size, {highest}, got {highest}: that id is p"):
         Request(selection, vocab_size=highest)
+
+
+def test_a_mask_of_another_layout_is_not_marked() -> None:
+    selection = micro_batch(0, Cut(1), "holes").selection
+    loss_mask = torch.ones(1, selection.num_rows + 1)
+    with pytest.raises(InputError) as caught:
+        mark(loss_mask, Request(selection))
+    assert str(caught.value) == (
+        "the loss mask has 57 rows and the selection was built for 56; build it from this micro-batch's layout"
+    )
+    assert request_of(loss_mask) is None
+
+
+def test_a_seam_of_another_version_is_named() -> None:
+    def _postprocess(self: object, hidden_states: object, labels: object, loss_mask: object) -> None: ...
+
+    with pytest.raises(PatchError) as caught:
+        postprocess_wrapper(_postprocess)
+    assert str(caught.value).endswith(
+        "_postprocess has no parameter 'runtime_gather_output': this version of it is not one compact_logits is proven "
+        "with; unset COMPACT_LOGITS or use a supported version"
+    )

@@ -120,7 +120,11 @@ def test_a_bin_of_packed_sequences_is_marked_with_its_loss_mask(
     ("tokens", "mark", "text"),
     [
         (torch.ones(4), {}, r"needed int64 tokens \(batch, sequence\), got \(4,\) of torch.float32"),
-        (torch.ones(2, 4).long(), {"loss_mask": torch.ones(2, 4)}, r"needed a loss mask \(2, 3\).*pass mask\[:, 1:\]"),
+        (
+            torch.ones(2, 4).long(),
+            {"loss_mask": torch.ones(2, 4)},
+            r"needed a loss mask \(2, 3\).*; of a mask over all tokens, pass mask\[:, 1:\]",
+        ),
         (torch.ones(2, 4).long(), {"temperature": 0.0}, "temperature must be positive and finite, got 0.0"),
     ],
 )

@@ -175,8 +175,16 @@ def unanswered(rank: int, world: int) -> None:
             with pytest.raises(InputError, match=r"did not answer: the model has 6 rows .* marked for 5"):
                 rl_utils.get_logprobs(policy, tokens[:, 1:], None)
             policy._postprocess = lambda hidden, *_: policy.output_layer(hidden)[0].transpose(0, 1)
-            with pytest.raises(InputError, match="did not answer: its output processor was never called"):
+            with pytest.raises(
+                InputError, match="but the output layer did not answer: its output processor was never called"
+            ):
                 rl_utils.get_logprobs(policy, tokens, None)
+            del policy._postprocess
+            ours = rl_utils.selective_log_softmax
+            rl_utils.selective_log_softmax = lambda logits, index: ours(logits[:, 1:], index)
+            with pytest.raises(InputError, match=r"needed one answer for each of the \(1, 5\) labels, got \(1, 4, 2\)"):
+                rl_utils.get_logprobs(policy, tokens, None)
+            rl_utils.selective_log_softmax = ours
         assert not policy._forward_pre_hooks and "forward" not in vars(policy.output_layer)
 
 

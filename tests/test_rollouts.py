@@ -46,7 +46,7 @@ HOSTILE = [
     (b"[" * 100_000, "got brackets nested too deeply"),
     (b"[1, 2]", "needed a JSON object with tokens, loss_mask, response_length, got [1, 2]"),
     (b"null", "needed a JSON object with tokens, loss_mask, response_length, got None"),
-    (b"{}", "got none named tokens"),
+    (b"{}", "needed the fields tokens, loss_mask, response_length, got none named tokens"),
     (b'{"tokens": [1, 2], "loss_mask": [1]}', "got none named response_length"),
     (line(tokens="5678"), "tokens must be a list of whole numbers, got '5678'"),
     (line(tokens=None), "tokens must be a list of whole numbers, got None"),

@@ -105,7 +105,10 @@ def test_a_named_pipe_is_read_once_and_not_waited_for_without_end(
         ({"tokens": [[5]]}, "sample 0: tokens[0] must be an id"),
         ({"tokens": torch.zeros(3)}, "tokens must be one row of whole numbers, got a tensor (3,) of torch.float32"),
         ({"tokens": torch.zeros(3, 2, dtype=torch.int64)}, "got a tensor (3, 2) of torch.int64"),
-        ({"tokens": torch.zeros(1, dtype=torch.int64).expand(10**12)}, f"at most {MAX_TOKENS} entries, got 10000000"),
+        (
+            {"tokens": torch.zeros(1, dtype=torch.int64).expand(10**12)},
+            f"tokens must have at most {MAX_TOKENS} entries, got 10000000",
+        ),
         ({"tokens": torch.tensor([1, 0]).to_sparse()}, "tokens must be one row of whole numbers"),
         ({"tokens": torch.empty(5, dtype=torch.int64, device="meta")}, "tokens must be one row of whole numbers"),
         ({"loss_mask": [1] * 9}, "one entry for each response token, got 9 entries and response_length 2"),
@@ -158,7 +161,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
     torch.save([1, 2], tmp_path / "list.pt")
     check(tmp_path / "list.pt", "needed a dict with a list of samples")
     check(save(tmp_path / "empty.pt"), "needed a dict with a list of samples")
-    check(save(tmp_path / "odd.pt", 7), "sample 0: needed a dict of its fields, got a int")
+    check(save(tmp_path / "odd.pt", 7), ": sample 0: needed a dict of its fields, got a int")
     check(tmp_path / "none.pt", "No such file")
     check(tmp_path, "Is a directory")
 

@@ -222,7 +222,9 @@ def test_recorded_nuclei_stand_at_the_kept_rows() -> None:
     assert list(zip(nucleus.row_of.tolist(), nucleus.ids.tolist(), strict=True)) == [(0, 3), (0, 7), (1, 9), (2, 5)]
     with pytest.raises(LayoutError, match="for each of 2 samples, got 1 and 2"):
         nucleus_of(ids[:1], offsets, layout, selection)
-    with pytest.raises(InputError, match=r"the nucleus of row 1 is \[4, 8\) of 6 recorded ids"):
+    with pytest.raises(
+        InputError, match=r"the nucleus of row 1 is \[4, 8\) of 6 recorded ids; record the offsets and the ids"
+    ):
         nucleus_of(ids, [torch.tensor([0, 3, 4, 8]), [0, 1]], layout, selection)
 
 
