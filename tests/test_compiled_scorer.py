@@ -75,6 +75,16 @@ def test_squares_and_padded_columns(asked: dict[str, Any]) -> None:
     assert ("vocab_size" in asked) == (not padding.any())
 
 
+@pytest.mark.parametrize("entropy", ["none", "loss"])
+def test_what_is_compiled_is_right_before_it_is_compiled(entropy: str) -> None:
+    head = Head.random(20, HIDDEN, VOCAB, temperature="rows")
+    with torch.compiler.set_stance("force_eager"):
+        ours = run(CompiledLogProbScorer, head, entropy=entropy, sum_p2=True)
+    assert counters["stats"]["unique_graphs"] == 0
+    eager = run(LogProbScorer, head, entropy=entropy, sum_p2=True)
+    torch.testing.assert_close(ours, eager, rtol=1e-5, atol=1e-5)
+
+
 def test_masked_columns_add_nothing_to_the_entropy() -> None:
     logits = torch.randn(3, VOCAB)
     logits[:, 5] = -torch.inf
@@ -82,10 +92,9 @@ def test_masked_columns_add_nothing_to_the_entropy() -> None:
     results = []
     for kind in (CompiledLogProbScorer, LogProbScorer):
         scorer = kind(targets, VocabShard(0, VOCAB), 1.0, "loss")
-        z = logits.clone()
-        outputs, saved = scorer.merge(scorer.local_stats(z, torch.empty_like(z), slice(0, 3)))
-        z = logits.clone()
-        scorer.d_logits_(z, torch.empty_like(z), slice(0, 3), saved, (torch.ones(3), torch.ones(3)))
+        z = torch.empty_like(logits)
+        outputs, saved = scorer.merge(scorer.local_stats(logits, z, torch.empty_like(z), slice(0, 3)))
+        scorer.d_logits_(logits, z, torch.empty_like(z), slice(0, 3), saved, (torch.ones(3), torch.ones(3)))
         results.append((*outputs, z))
     for compiled, eager in zip(*results, strict=True):
         torch.testing.assert_close(compiled, eager)

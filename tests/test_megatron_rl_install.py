@@ -100,6 +100,13 @@ def test_check_without_megatron_rl(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (finding.state, finding.reason) == ("off", "megatron.rl is not on this Python's path")
 
 
+def test_check_says_what_keeps_it_from_being_installed(rl_utils: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "megatron.rl.rl_utils", None)
+    monkeypatch.delattr(sys.modules["megatron.rl"], "rl_utils", raising=False)
+    (finding,) = megatron_rl.check()
+    assert finding.state == "refused" and "rl_utils" in finding.reason and finding.remedy.startswith("proven: ")
+
+
 def test_a_bin_of_packed_sequences_is_marked_with_its_loss_mask(
     rl_utils: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,7 +10,8 @@ import logging
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from compact_logits.errors import ConfigError, PatchError, RefusedError
 from compact_logits.integrations import torchforge
 from compact_logits.integrations.torchforge import installation
+from compact_logits.integrations.torchforge.endpoint import EndpointPatch
 from tests.support.collectives import count_collectives
 from tests.support.meshes import mesh_of
 from tests.support.ranks import RankPool
@@ -63,6 +65,27 @@ def test_installing_replaces_every_lookup_and_uninstalling_restores_them(forge: 
     torchforge.uninstall()
     assert all(now is then for now, then in zip(bound(), before, strict=True))
     torchforge.uninstall()
+
+
+def test_an_endpoint_is_patched_once_and_put_back_once(forge: None) -> None:
+    owner = sys.modules[LOOKUPS[1]].ReferenceModel
+    original = vars(owner)["forward"]._method
+
+    def wrap(method: Callable[..., Any]) -> Callable[..., Any]:
+        async def forward(*args: Any, **kwargs: Any) -> Any:
+            return await method(*args, **kwargs)
+
+        return forward
+
+    patch = EndpointPatch(owner, "forward", wrap, requires=("input_ids",))
+    patch.revert()
+    patch.apply()
+    ours = vars(owner)["forward"]._method
+    patch.apply()
+    assert vars(owner)["forward"]._method is ours is not original and ours.__wrapped__ is original
+    patch.revert()
+    patch.revert()
+    assert vars(owner)["forward"]._method is original
 
 
 def test_with_the_variable_unset_nothing_changes(forge: None, monkeypatch: pytest.MonkeyPatch) -> None:
