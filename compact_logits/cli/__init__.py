@@ -40,8 +40,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                 module = importlib.import_module(f"{__name__}.{command}")
                 module.add_arguments(subparser)
                 subparser.set_defaults(run=module.run)
-        args = parser.parse_args(arguments)
-        code: int = args.run(args)
+        try:
+            args = parser.parse_args(arguments)
+            code: int = args.run(args)
+        finally:
+            # Here and not at exit, where Python would complain of a reader that has gone.
+            sys.stdout.flush()
         return code
     except CompactLogitsError as error:
         print(f"{name}: {error}", file=sys.stderr)
@@ -50,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{name}: {error}", file=sys.stderr)
         return 1
     except BrokenPipeError:
-        # Whoever read the output has enough. Python would complain once more when it flushes at exit.
+        # Whoever read the output has enough. Python would flush it once more at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
