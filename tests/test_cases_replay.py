@@ -79,6 +79,38 @@ def test_case_10_6_sets_cut_over_ranks(rank_pool: RankPool, world: int, kept: li
     assert all(joined[column] == 0.0 for column in outside)
 
 
+@pytest.mark.parametrize("asked", ["both", "log-prob", "entropy"])
+@pytest.mark.parametrize("chunk_bytes", [None, 200])
+def test_case_10_6_a_temperature_per_row_and_either_gradient_alone(asked: str, chunk_bytes: int | None) -> None:
+    """Against the definition in fp64, row by row: one recorded set of many ids, one of the target, one of nothing."""
+    logits = (3 * torch.randn(4, 9)).requires_grad_()
+    temperature, targets = torch.tensor([0.5, 2.0, 1.0, 0.7]), torch.tensor([3, 8, 0, 5])
+    sets = [[1, 3, 4, 7], [8], None, [2, 6]]  # the last without its target, which is part of it
+    ids = torch.tensor([each for one in sets for each in one or []])
+    stops = torch.tensor([len(one or []) for one in sets]).cumsum(0)
+    starts = torch.tensor([0, *stops[:-1].tolist()])
+    nucleus = Nucleus.build(ids, starts, stops, torch.tensor([one is not None for one in sets]))
+    scorer = NucleusScorer(LogProbScorer(targets, VocabShard(0, 9), temperature, "loss"), nucleus)
+    ours = score_logits(logits, scorer, chunk_bytes=chunk_bytes)
+
+    exact = logits.detach().double().requires_grad_()
+    tempered = exact / temperature.double()[:, None]
+    truth_of = []
+    for row, (one, target) in enumerate(zip(sets, targets.tolist(), strict=True)):
+        support = sorted({*(range(9) if one is None else one), target})
+        truth_of.append(torch.log_softmax(tempered[row, support], dim=0)[support.index(target)])
+    log_p = tempered.log_softmax(-1)
+    truth = (torch.stack(truth_of), -(log_p.exp() * log_p).sum(-1))
+
+    for found, expected in zip(ours, truth, strict=True):
+        torch.testing.assert_close(found, expected.float(), atol=1e-5, rtol=1e-5)
+    slopes = torch.randn(2, 4)
+    wanted = {"both": (0, 1), "log-prob": (0,), "entropy": (1,)}[asked]
+    for outputs in (ours, truth):
+        sum((outputs[each] * slopes[each]).sum() for each in wanted).backward()
+    torch.testing.assert_close(logits.grad, exact.grad.float(), atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("target", [2**17 - 1, 0])
 def test_case_10_7_no_padding_is_taken_for_an_id(target: int) -> None:
     """Rows of unlike lengths, in a vocabulary whose last id is what -1 would be in 17 bits."""
