@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from compact_logits import reference
+from compact_logits.integrations.verl.tail_mode import config_init_wrapper
 from tests.support.ranks import RankPool
 from tests.support.verl_process import (
     MODULES,
@@ -104,6 +106,22 @@ def test_settings_are_judged_when_the_configuration_is_read(
     ((found, error),) = pool.run(1, configured, settings)
     assert found == eps
     assert message in error
+
+
+def test_a_configuration_that_has_the_field_keeps_its_own() -> None:
+    @dataclass(frozen=True)
+    class Settings:
+        loss_mode: str
+        log_prob_min_clamp: float | None = None
+        tail_mass_eps: float = 0.25
+
+    vars_before = set(vars(Settings("other")))
+    Settings.__init__ = config_init_wrapper(Settings.__init__)  # type: ignore[method-assign]
+    assert Settings("other").tail_mass_eps == Settings(**TAIL).tail_mass_eps == 0.25
+    assert Settings(**TAIL, tail_mass_eps=0.5).tail_mass_eps == 0.5 and set(vars(Settings("other"))) == vars_before
+    assert Settings("other", tail_mass_eps=0.0).tail_mass_eps == 0.0, "of another mode, and none of ours"
+    with pytest.raises(ValueError, match="tail_mass_eps must lie strictly between 0 and 1, got 0.0"):
+        Settings(**TAIL, tail_mass_eps=0.0)
 
 
 def batch_run(rank: int, world: int, strategy: str, mode: str, fused: str, method: str) -> tuple[int, str]:
