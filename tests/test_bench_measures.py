@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import builtins
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
 from compact_logits.cli import bench_report, bench_timing
-from compact_logits.cli.bench_case import Results
+from compact_logits.cli.bench_case import Case, Results
 from compact_logits.cli.bench_gate import OURS, errors, judge
+from compact_logits.cli.bench_run import run_case
+from compact_logits.cli.bench_ways import Peer, log_softmax
+from compact_logits.cli.torchforge_paths import ways
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 
@@ -90,3 +95,25 @@ def test_a_way_without_what_the_truth_has_is_infinitely_off() -> None:
     found = errors(truth._replace(entropy=None), truth)
     assert found == {"log_probs": 0.0, "entropy": float("inf"), "d_hidden": 0.0, "d_weight": 0.0}
     assert judge(found, errors(truth, truth), OURS).startswith("entropy off by inf")
+
+
+def test_the_full_path_is_slime_s_where_slime_is(capsys: pytest.CaptureFixture[str]) -> None:
+    case = Case(tokens=24, density=0.5, hidden=8, vocab=50, dtype=torch.float32, entropy="loss", device=CPU)
+    every = ("none", "metric", "loss")
+    peers = [Peer("slime", every, score=log_softmax), Peer("another", every, off="it is not here")]
+    outcome = run_case(case, peers, [2**20], rounds=1)
+    assert outcome.full_path.name == "slime"
+    assert [way.name for way in outcome.ways if way.view == "full path"] == ["plain torch", "slime"]
+    bench_report.print_outcome(outcome)
+    assert "left out: another: it is not here" in capsys.readouterr().out
+
+
+def test_torchforge_s_own_function_is_taken_from_its_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = ModuleType("forge.util.ops")
+    theirs.compute_logprobs = torch.nn.Identity()  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "forge.util.ops", theirs)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for _ in range(2):
+        found = ways(str(tmp_path), 1.0)
+        assert sys.path.count(str(tmp_path / "src")) == 1
+    assert [way.compiled for way in found] == [False] * 4 + [True] * 4

@@ -37,10 +37,6 @@ class Outcome:
         """slime's, or plain torch's where slime is absent."""
         return next(way for way in reversed(self.ways) if way.view == "full path")
 
-    @property
-    def ours(self) -> list[Measured]:
-        return [way for way in self.ways if way.view == "ours"]
-
 
 def make_ways(case: Case, peers: list[Peer], budgets: list[int]) -> tuple[list[Way], dict[str, str]]:
     """Every way that can answer the case, the full path first; and those that cannot, with the reason."""
