@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -82,6 +83,16 @@ def test_tensor_parallelism_halves_the_full_path_and_leaves_no_group_behind() ->
         compact = simulate(replace(size, tp=2, sequence_parallel=sequence_parallel), "compact")
         assert 0 < compact.peak < two.peak / 5
     assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_a_torch_without_collectives_of_meta_tensors_counts_the_same(sequence_parallel: bool) -> None:
+    size = replace(SIZE, vocab=6016, hidden=16, tp=2, sequence_parallel=sequence_parallel)
+    paths = ("full", "compact")
+    expected = [simulate(size, path) for path in paths]  # type: ignore[arg-type]
+    with mock.patch.object(torch._C, "_dispatch_has_kernel_for_dispatch_key", lambda *_: False):
+        assert [simulate(size, path) for path in paths] == expected  # type: ignore[arg-type]
+    assert [simulate(size, path) for path in paths] == expected, "torch's own are back"  # type: ignore[arg-type]
 
 
 def test_a_fused_weight_gradient_takes_no_buffer_of_its_own() -> None:
