@@ -1,13 +1,21 @@
-"""The product that forms a chunk of logits, in the model's dtype or in fp32."""
+"""The products of a chunk: its logits, in the model's dtype or in fp32, and what it adds to a sum in fp32."""
 
 from __future__ import annotations
+
+import functools
 
 import torch
 from torch import Tensor
 
 from compact_logits.errors import InputError
 
-__all__ = ["narrowed", "project", "wide_dtype"]
+__all__ = ["add_product_", "narrowed", "project", "wide_dtype"]
+
+# What is widened at a time: no more than this, and than a part of the chunk that the plan leaves room for.
+_UPCAST_BYTES = 8 * 2**20
+_UPCAST_PART = 8
+
+_ADDEND_BYTES = 64 * 2**20
 
 
 def wide_dtype(
@@ -34,7 +42,7 @@ def project(
 ) -> Tensor:  # `out`
     """`rows @ weight.T + bias`."""
     if out.dtype != rows.dtype:
-        _wide_product(rows, weight, out)
+        _wide_product(rows, weight.t(), out)
         return out if bias is None else out.add_(bias)
     if bias is None:
         return torch.mm(rows, weight.t(), out=out)
@@ -55,9 +63,69 @@ def narrowed(
     return logits.view(-1).view(dtype)[: logits.numel()].view(logits.shape)
 
 
+def add_product_(
+    total: Tensor,  # (m, n), of the factors' dtype or wider
+    left: Tensor,  # (m, k)
+    right: Tensor,  # (k, n)
+) -> None:
+    """`total += left @ right`, the products of low-precision factors summed in the dtype of `total`."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+        return
+    if _offers_wide_product(left):
+        _add_wide_product(total, left, right)
+        return
+    # No product with a wider result here: widen the factors, a part of the longer axis of `left` at a time. Rounding
+    # each product to the factors' dtype instead would let the error grow with the number of chunks.
+    m, k = left.shape
+    most = max(min(_UPCAST_BYTES, left.nbytes // _UPCAST_PART) // total.dtype.itemsize, 1)
+    if m >= k:
+        wide = right.to(total.dtype)
+        step = max(most // max(k, 1), 1)
+        for start in range(0, m, step):
+            total[start : start + step].addmm_(left[start : start + step].to(total.dtype), wide)
+        return
+    step = max(most // (m + right.shape[1]), 1)
+    for start in range(0, k, step):
+        part = slice(start, start + step)
+        total.addmm_(left[:, part].to(total.dtype), right[part].to(total.dtype))
+
+
 def _offers_wide_product(rows: Tensor) -> bool:
     return rows.is_cuda and hasattr(torch.ops.aten.mm, "dtype_out")
 
 
-def _wide_product(rows: Tensor, weight: Tensor, out: Tensor) -> None:
-    torch.ops.aten.mm.dtype_out(rows, weight.t(), out.dtype, out=out)
+def _wide_product(
+    left: Tensor,  # (m, k)
+    right: Tensor,  # (k, n)
+    out: Tensor,  # (m, n) fp32
+) -> None:
+    torch.ops.aten.mm.dtype_out(left, right, out.dtype, out=out)
+
+
+def _add_wide_product(
+    total: Tensor,  # (m, n) fp32
+    left: Tensor,  # (m, k)
+    right: Tensor,  # (k, n)
+) -> None:
+    if _adds_to_wide(left.dtype, left.device):
+        torch.ops.aten.addmm.dtype_out(total, left, right, total.dtype, out=total)
+        return
+    step = max(_ADDEND_BYTES // (total.dtype.itemsize * max(total.shape[1], 1)), 1)
+    product = total.new_empty(min(step, total.shape[0]), total.shape[1])
+    for start in range(0, total.shape[0], step):
+        part = total[start : start + step]
+        _wide_product(left[start : start + step], right, product[: part.shape[0]])
+        part.add_(product[: part.shape[0]])
+
+
+@functools.cache
+def _adds_to_wide(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether this torch adds a product of 16-bit factors to an fp32 sum: some that have the operation take only a sum
+    of the factors' dtype, which its signature does not tell."""
+    factor, total = torch.zeros(8, 8, dtype=dtype, device=device), torch.zeros(8, 8, device=device)
+    try:
+        torch.ops.aten.addmm.dtype_out(total, factor, factor, total.dtype, out=total)
+    except (AttributeError, RuntimeError):
+        return False
+    return True

@@ -1,4 +1,4 @@
-"""How many rows of logits are held at once, and the scratch they are held in."""
+"""How many logits are held at once, and the scratch they are held in."""
 
 from __future__ import annotations
 
@@ -10,12 +10,26 @@ from torch import Tensor
 
 from compact_logits.config import DEFAULT_CHUNK_BYTES
 
-__all__ = ["ChunkPlan", "Scratch", "plan_chunks", "work_dtype"]
+__all__ = ["ChunkPlan", "Scratch", "plan_blocks", "plan_chunks", "work_dtype"]
 
 # A block is what the scorer's passes walk over again and again: on a CPU it should stay in a core's cache, elsewhere
 # it should be large enough that launching the passes costs nothing.
-_BLOCK_BYTES = {"cpu": 2**20}
+_BLOCK_BYTES = {"cpu": 4 * 2**20}
 _BLOCK_BYTES_ELSEWHERE = 32 * 2**20
+
+# Several chunks share the budget, so that forward can leave as many as it holds; but none is smaller than that.
+_MOST_HELD = 8
+_CHUNK_BYTES = {"cpu": 4 * 2**20}
+_CHUNK_BYTES_ELSEWHERE = 32 * 2**20
+
+# Each chunk adds to the gradient of all its rows, which costs more than the product where a chunk is narrower.
+_LEAST_WIDTH = {"cpu": 16}
+_LEAST_WIDTH_ELSEWHERE = 2048
+
+# Where no product of 16-bit factors has an fp32 result, this part of the budget is for factors that are widened.
+_WIDENED_PART = {"cpu": 8}
+
+_ALIGNED = 64  # columns, so that rows of a chunk begin where matrix products like them to
 
 
 def work_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -25,81 +39,147 @@ def work_dtype(dtype: torch.dtype) -> torch.dtype:
 
 @dataclass(frozen=True)
 class ChunkPlan:
-    """`rows` in chunks of at most `chunk` rows, each walked in blocks of at most `block` rows.
+    """`rows` of `columns` logits in chunks of at most `height` rows and `width` columns, of which `held` are there at
+    one time; each is walked in blocks of at most `block` rows.
+
+    As a rule `height` is all rows: a chunk is then a slice of the vocabulary, whose part of the weight's gradient is
+    one product, formed once. Only where a slice would get too narrow for the budget are the rows cut as well.
 
     The plan depends on the sizes and the budget alone, not on whether gradients are wanted, so that a no-grad pass and
     a training pass over the same rows run the same products and give the same bits.
     """
 
     rows: int
-    chunk: int
+    columns: int
+    height: int
+    width: int
+    held: int
     block: int
 
-    def chunks(self) -> Iterator[slice]:
-        for start in range(0, self.rows, self.chunk):
-            yield slice(start, min(start + self.chunk, self.rows))
+    def groups(self) -> list[slice]:
+        """Which rows stand in one chunk."""
+        return [slice(start, min(start + self.height, self.rows)) for start in range(0, self.rows, self.height)]
 
-    def blocks(self, chunk: slice) -> Iterator[tuple[slice, slice]]:
-        """Blocks of a chunk: where in the chunk, and which rows of all."""
-        for start in range(chunk.start, chunk.stop, self.block):
-            stop = min(start + self.block, chunk.stop)
-            yield slice(start - chunk.start, stop - chunk.start), slice(start, stop)
+    def slices(self) -> list[slice]:
+        """Which columns stand in one chunk; one empty slice where there are no columns."""
+        starts = range(0, max(self.columns, 1), max(self.width, 1))
+        return [slice(start, min(start + self.width, self.columns)) for start in starts]
 
-    def bytes_in_forward(self, vocab_local: int, dtype: torch.dtype, *, keeps: bool, spare: bool) -> int:
+    def place(self, index: int) -> int:
+        """Where the chunk of slice `index` stands among the `held`: the last slices have a place to themselves, all
+        before share the first one."""
+        return max(index - (len(self.slices()) - self.held), 0)
+
+    def blocks(self, rows: int) -> Iterator[slice]:
+        """Blocks of a chunk with so many rows, counted from its first one."""
+        for start in range(0, rows, self.block):
+            yield slice(start, min(start + self.block, rows))
+
+    def bytes_in_forward(self, dtype: torch.dtype, *, keeps: bool, spare: bool) -> int:
         """The most bytes of logits that stand at one time in a forward pass, which `keeps` some for backward or not."""
         if not self.rows:
             return 0
-        blocks = (keeps or dtype != work_dtype(dtype)) + spare
-        return vocab_local * (self.chunk * dtype.itemsize + blocks * self.block * work_dtype(dtype).itemsize)
+        work = work_dtype(dtype)
+        blocks = (keeps or dtype != work) + spare
+        chunks = self.held if keeps else 1
+        return self.width * (chunks * self.height * dtype.itemsize + blocks * self.block * work.itemsize)
 
 
 def plan_chunks(
     rows: int,
-    vocab_local: int,
+    columns: int,
     dtype: torch.dtype,
     device: torch.device,
     chunk_bytes: int | None,
 ) -> ChunkPlan:
-    """Split `chunk_bytes` into two blocks of fp32 scratch and a chunk in the model's dtype. At least one row is held,
-    however small the budget."""
+    """Split `chunk_bytes` into two blocks of fp32 scratch and chunks in the model's dtype. As much as one row takes is
+    held however small the budget."""
+    row, work_row = dtype.itemsize, work_dtype(dtype).itemsize  # bytes of one column
+    budget, block_bytes = _budget(device, chunk_bytes)
+    budget = max(budget, max(columns, 1) * (row + 2 * work_row))
+    widened = budget // _WIDENED_PART[device.type] if device.type in _WIDENED_PART and work_row > row else 0
+    most = budget - 2 * block_bytes - widened
+    least_width = max(min(columns, _LEAST_WIDTH.get(device.type, _LEAST_WIDTH_ELSEWHERE)), 1)
+    # Besides a chunk there are two blocks, of one row each at the least.
+    fitting = min(most // (row * least_width), (budget // least_width - 2 * work_row) // row)
+    height = max(_equal(rows, max(fitting, 1)), 1)
+    if rows * columns * row + 2 * max(block_bytes, columns * work_row) <= budget and height >= rows:
+        return ChunkPlan(rows, columns, height, columns, 1, _block(block_bytes, columns * work_row, height))
+    shares = min(max(most // _CHUNK_BYTES.get(device.type, _CHUNK_BYTES_ELSEWHERE), 1), _MOST_HELD)
+    width = min(most // (shares * height * row), budget // (height * row + 2 * work_row))
+    width = min(max(width, least_width), columns)
+    if _ALIGNED < width < columns:
+        width -= width % _ALIGNED
+    some = max(width, 1)
+    held = max((budget - widened - 2 * max(block_bytes, some * work_row)) // (height * some * row), 1)
+    held = min(held, -(-columns // some) or 1)
+    return ChunkPlan(rows, columns, height, width, held, _block(block_bytes, some * work_row, height))
+
+
+def plan_blocks(
+    rows: int,
+    columns: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    chunk_bytes: int | None,
+) -> ChunkPlan:
+    """Of logits that exist already: one chunk that is all of them, whose blocks follow from the budget."""
+    _, block_bytes = _budget(device, chunk_bytes)
+    block = _block(block_bytes, columns * work_dtype(dtype).itemsize, max(rows, 1))
+    return ChunkPlan(rows, columns, max(rows, 1), columns, 1, block)
+
+
+def _budget(device: torch.device, chunk_bytes: int | None) -> tuple[int, int]:  # of all, of a block
     budget = DEFAULT_CHUNK_BYTES if chunk_bytes is None else chunk_bytes
-    work_row = max(vocab_local, 1) * work_dtype(dtype).itemsize
-    row = max(vocab_local, 1) * dtype.itemsize
-    block_bytes = min(_BLOCK_BYTES.get(device.type, _BLOCK_BYTES_ELSEWHERE), budget // 16)
-    block = max(block_bytes // work_row, 1)
-    most = max((budget - 2 * block * work_row) // row, 1)
-    # Equal chunks: a short last chunk would cost a whole GEMM's start-up for few rows.
-    count = max(-(-rows // most), 1)
-    chunk = max(-(-rows // count), 1)
-    return ChunkPlan(rows=rows, chunk=chunk, block=min(block, chunk))
+    return budget, min(_BLOCK_BYTES.get(device.type, _BLOCK_BYTES_ELSEWHERE), budget // 16)
+
+
+def _block(block_bytes: int, row_bytes: int, height: int) -> int:
+    return min(max(block_bytes // max(row_bytes, 1), 1), height)
+
+
+def _equal(total: int, most: int) -> int:
+    """The size of equal parts of at most `most`: a short last part would cost a whole product's start-up for little."""
+    return -(-total // max(-(-total // most), 1))
 
 
 class Scratch:
-    """The buffers of one pass, each made when first asked for and reused after: a chunk of logits, in the dtype of
-    `like` unless another is named, for which memory may be `given`; a block in the working dtype; a block to spare."""
+    """The buffers of one pass, each made when first asked for and used again after: the chunks, in the dtype of `like`
+    unless another is named, for which memory may be `given`; a block in the working dtype; a block to spare."""
 
     def __init__(
         self,
         plan: ChunkPlan,
-        vocab_local: int,
         like: Tensor,
-        given: Tensor | None = None,
+        *,
+        held: int | None = None,  # how many chunks; all that the plan holds unless it is said
+        given: Tensor | None = None,  # (held * height, width)
         logits_dtype: torch.dtype | None = None,
     ) -> None:
-        self._plan, self._vocab_local, self._like = plan, vocab_local, like
+        self._plan, self._like = plan, like
+        self._held = plan.held if held is None else held
         self._logits_dtype = like.dtype if logits_dtype is None else logits_dtype
-        self._buffers: dict[str, Tensor] = {} if given is None else {"chunk": given}
+        self._buffers: dict[str, Tensor] = {} if given is None else {"chunks": given}
 
-    def chunk(self, rows: int) -> Tensor:  # (rows, vocab_local), the logits' dtype
-        return self._buffer("chunk", self._plan.chunk, self._logits_dtype)[:rows]
+    def chunks(self) -> Tensor:  # (held * height, width), the logits' dtype
+        """The memory of all chunks that are held."""
+        return self._buffer("chunks", self._held * self._plan.height, self._logits_dtype)
 
-    def block(self, rows: int) -> Tensor:  # (rows, vocab_local), the working dtype
-        return self._buffer("block", self._plan.block, work_dtype(self._like.dtype))[:rows]
+    def chunk(self, place: int, rows: int, columns: int) -> Tensor:  # (rows, columns), the logits' dtype, contiguous
+        first = place * self._plan.height * self._plan.width
+        return self.chunks().view(-1)[first : first + rows * columns].view(rows, columns)
 
-    def spare(self, rows: int) -> Tensor:  # (rows, vocab_local), the working dtype
-        return self._buffer("spare", self._plan.block, work_dtype(self._like.dtype))[:rows]
+    def block(self, rows: int, columns: int) -> Tensor:  # (rows, columns), the working dtype
+        return self._block("block", rows, columns)
+
+    def spare(self, rows: int, columns: int) -> Tensor:  # (rows, columns), the working dtype
+        return self._block("spare", rows, columns)
+
+    def _block(self, name: str, rows: int, columns: int) -> Tensor:
+        whole = self._buffer(name, self._plan.block, work_dtype(self._like.dtype))
+        return whole.view(-1)[: rows * columns].view(rows, columns)
 
     def _buffer(self, name: str, rows: int, dtype: torch.dtype) -> Tensor:
         if name not in self._buffers:
-            self._buffers[name] = self._like.new_empty(rows, self._vocab_local, dtype=dtype)
+            self._buffers[name] = self._like.new_empty(rows, self._plan.width, dtype=dtype)
         return self._buffers[name]

@@ -10,7 +10,7 @@ from einops import rearrange
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from compact_logits.chunks import Scratch, plan_chunks, work_dtype
+from compact_logits.chunks import Scratch, plan_blocks, work_dtype
 
 if TYPE_CHECKING:
     from compact_logits.scorers.contract import Scorer
@@ -70,8 +70,8 @@ class _ScoreLogits(torch.autograd.Function):
         work = work_dtype(logits.dtype)
         grads = tuple(g if g is None else g.to(work) for g in grads)
         inside = _rows_inside(logits, ctx.window)
-        plan = plan_chunks(inside, logits.shape[-1], logits.dtype, logits.device, ctx.chunk_bytes)
-        scratch = Scratch(plan, logits.shape[-1], logits)
+        plan = plan_blocks(inside, logits.shape[-1], logits.dtype, logits.device, ctx.chunk_bytes)
+        scratch, columns = Scratch(plan, logits), logits.shape[-1]
         outside = _rows_inside(logits, slice(None)) - inside
         if ctx.overwrite:
             d_logits = logits.detach()
@@ -80,11 +80,11 @@ class _ScoreLogits(torch.autograd.Function):
         blocks = zip(_blocks(logits, ctx.window, plan.block), _blocks(d_logits, ctx.window, plan.block), strict=True)
         for (given, block), (d_given, _) in blocks:
             rows = block.stop - block.start
-            z = d_given if logits.dtype == work else scratch.block(rows)
-            z.copy_(given)
+            z = d_given if logits.dtype == work else scratch.block(rows, columns)
             ctx.scorer.d_logits_(
+                given,
                 z,
-                scratch.spare(rows) if ctx.scorer.needs_spare else None,
+                scratch.spare(rows, columns) if ctx.scorer.needs_spare else None,
                 block,
                 tuple(tensor[block] for tensor in saved),
                 tuple(g if g is None else g[block] for g in grads),
@@ -106,13 +106,13 @@ def _forward(
     chunk_bytes: int | None,
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:  # outputs, saved
     inside = _rows_inside(logits, window)
-    plan = plan_chunks(inside, logits.shape[-1], logits.dtype, logits.device, chunk_bytes)
-    scratch = Scratch(plan, logits.shape[-1], logits)
+    plan = plan_blocks(inside, logits.shape[-1], logits.dtype, logits.device, chunk_bytes)
+    scratch, columns = Scratch(plan, logits), logits.shape[-1]
     stats = logits.new_empty(inside, scorer.stats_width, dtype=work_dtype(logits.dtype))
     for given, block in _blocks(logits, window, plan.block):
         rows = block.stop - block.start
-        z = scratch.block(rows).copy_(given)
-        stats[block] = scorer.local_stats(z, scratch.spare(rows) if scorer.needs_spare else None, block)
+        spare = scratch.spare(rows, columns) if scorer.needs_spare else None
+        stats[block] = scorer.local_stats(given, scratch.block(rows, columns), spare, block)
     return scorer.merge(stats)
 
 

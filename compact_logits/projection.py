@@ -11,6 +11,8 @@ from torch.autograd.function import once_differentiable
 from compact_logits.chunk_product import narrowed, project, wide_dtype
 from compact_logits.chunks import ChunkPlan, Scratch, plan_chunks, work_dtype
 from compact_logits.exchange import Local, Replicated, RowExchange
+from compact_logits.hidden_grad import HiddenGrad
+from compact_logits.joined_stats import JoinedStats
 from compact_logits.weight_grad import ReturnedWeightGrad, WeightGrad
 
 if TYPE_CHECKING:
@@ -58,7 +60,8 @@ def score_hidden(
     `fp32_logits` leaves out the rounding of 16-bit logits, where the device offers it; `InputError` where not.
 
     Memory: at most `chunk_bytes` of logits; saved for backward are the projected rows, O(rows) scalars and the logits
-    of the last chunk, over which backward then writes. It forms the other chunks' logits again. Collectives: those of
+    of as many chunks as the budget holds, over which backward then writes. It forms the other chunks' logits again, and
+    where there are several chunks of 16-bit rows it holds an fp32 sum of the rows' gradient. Collectives: those of
     `exchange` and of `scorer.merge`, whatever the number of chunks and also with zero rows.
     """
     if exchange is None:
@@ -111,38 +114,34 @@ class _ScoreHidden(torch.autograd.Function):
         # The logits that forward has left are turned into their gradient where they are, and all other chunks are
         # formed in the same memory. `data` keeps that from autograd, which would refuse a second backward; that one
         # finds them spent, and forms them again.
-        scratch = Scratch(plan, weight.shape[0], rows, given=left.data)
+        scratch = Scratch(plan, rows, given=left.data, logits_dtype=left.dtype)
         ready, ctx.spent = not ctx.spent, True
         d_rows = torch.empty_like(rows, memory_format=torch.contiguous_format) if needs_hidden else None
         d_bias = torch.zeros(weight.shape[0], dtype=work, device=rows.device) if needs_bias else None
-        chunks = list(plan.chunks())
+        groups, slices = plan.groups(), plan.slices()
+        # Those that forward has left come first, so that their memory is free for the others.
+        order = [*range(len(slices) - plan.held, len(slices)), *range(len(slices) - plan.held)]
         if needs_weight:
-            ctx.weight_grad.begin(weight, len(chunks))
+            ctx.weight_grad.begin(weight, len(groups))
         wait = None
-        for chunk in reversed(chunks):
-            logits = scratch.chunk(_length(chunk))
-            if not (ready and chunk == chunks[-1]):
-                project(rows[chunk], weight, bias, logits)
-            d_logits = narrowed(logits, rows.dtype)
-            for local, block in plan.blocks(chunk):
-                z = d_logits[local] if d_logits.dtype == work else scratch.block(_length(block)).copy_(logits[local])
-                ctx.scorer.d_logits_(
-                    z,
-                    scratch.spare(_length(block)) if ctx.scorer.needs_spare else None,
-                    block,
-                    tuple(tensor[block] for tensor in saved),
-                    tuple(g if g is None else g[block] for g in grads),
-                )
-                if d_bias is not None:
-                    d_bias += z.sum(dim=0)
-                if d_logits.dtype != work:
-                    d_logits[local].copy_(z)
-            if d_rows is not None:
-                torch.mm(d_logits, weight, out=d_rows[chunk])
-                if chunk == chunks[0]:  # the reduction runs while the last weight product is formed
-                    wait = ctx.exchange.start_reduce(d_rows)
-            if needs_weight:
-                ctx.weight_grad.add(d_logits, rows[chunk])
+        for group in reversed(groups):
+            d_group = None if d_rows is None else HiddenGrad(d_rows[group], len(slices))
+            for index in order:
+                columns, height = slices[index], _length(group)
+                logits = scratch.chunk(plan.place(index), height, _length(columns))
+                if not (ready and group == groups[-1] and index >= len(slices) - plan.held):
+                    project(rows[group], weight[columns], None if bias is None else bias[columns], logits)
+                of_columns = None if d_bias is None else d_bias[columns]
+                part = _part(ctx.scorer, columns, slices)
+                d_logits = _turned(logits, rows.dtype, part, plan, scratch, group.start, saved, grads, of_columns)
+                if d_group is not None:
+                    d_group.add(d_logits, weight[columns])
+                    if index == order[-1]:
+                        d_group.finish()
+                        if group == groups[0]:  # the reduction runs while the last weight product is formed
+                            wait = ctx.exchange.start_reduce(d_rows)
+                if needs_weight:
+                    ctx.weight_grad.add(d_logits, rows[group], columns)
         if d_rows is not None and wait is None:
             wait = ctx.exchange.start_reduce(d_rows)
         return (
@@ -162,21 +161,66 @@ def _forward(
     dtype: torch.dtype,  # of the logits
     *,
     keep: bool,
-) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:  # outputs, saved, buffer (chunk, vocab_local)
-    """The buffer begins with the logits of the last chunk, as they were projected if `keep`."""
-    scratch = Scratch(plan, weight.shape[0], rows, logits_dtype=dtype)
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:  # outputs, saved, memory of the chunks
+    """The memory holds the logits of the last group's last slices, as they were projected, if `keep`."""
+    scratch = Scratch(plan, rows, held=None if keep else 1, logits_dtype=dtype)
     stats = rows.new_empty(plan.rows, scorer.stats_width, dtype=work_dtype(rows.dtype))
-    for chunk in plan.chunks():
-        logits = project(rows[chunk], weight, bias, scratch.chunk(_length(chunk)))
-        keeping = keep and chunk.stop == plan.rows
-        for local, block in plan.blocks(chunk):
-            z = logits[local]
-            if keeping or z.dtype != stats.dtype:
-                z = scratch.block(_length(block)).copy_(z)
-            spare = scratch.spare(_length(block)) if scorer.needs_spare else None
-            stats[block] = scorer.local_stats(z, spare, block)
+    groups, slices = plan.groups(), plan.slices()
+    for group in groups:
+        height = _length(group)
+        joined = JoinedStats(scorer, len(slices), stats[group])
+        for index, columns in enumerate(slices):
+            logits = scratch.chunk(plan.place(index) if keep else 0, height, _length(columns))
+            project(rows[group], weight[columns], None if bias is None else bias[columns], logits)
+            keeping = keep and group == groups[-1] and index >= len(slices) - plan.held
+            part, of_part = _part(scorer, columns, slices), joined.next()
+            for local in plan.blocks(height):
+                size = (_length(local), _length(columns))
+                given = logits[local]
+                z = scratch.block(*size) if keeping or given.dtype != stats.dtype else given
+                spare = scratch.spare(*size) if scorer.needs_spare else None
+                block = slice(group.start + local.start, group.start + local.stop)
+                of_part[local] = part.local_stats(given, z, spare, block)
+        joined.finish()
     outputs, saved = scorer.merge(stats)
-    return outputs, saved, scratch.chunk(plan.chunk) if plan.rows else rows.new_empty(0, weight.shape[0], dtype=dtype)
+    return outputs, saved, scratch.chunks() if keep and plan.rows else rows.new_empty(0, dtype=dtype)
+
+
+def _turned(
+    logits: Tensor,  # (rows, columns)
+    dtype: torch.dtype,  # of the hidden states
+    part: Scorer,
+    plan: ChunkPlan,
+    scratch: Scratch,
+    first: int,  # row of all rows
+    saved: list[Tensor],  # (all rows, ...) each
+    grads: tuple[Tensor | None, ...],  # (all rows,) each
+    d_bias: Tensor | None,  # (columns,), added to
+) -> Tensor:  # (rows, columns) of `dtype`
+    """A chunk's logits turned into their gradient, in the same memory."""
+    d_logits = narrowed(logits, dtype)
+    in_place = dtype == work_dtype(dtype)
+    for local in plan.blocks(logits.shape[0]):
+        block = slice(first + local.start, first + local.stop)
+        size = (_length(local), logits.shape[1])
+        z = d_logits[local] if in_place else scratch.block(*size)
+        part.d_logits_(
+            z if in_place else logits[local],
+            z,
+            scratch.spare(*size) if part.needs_spare else None,
+            block,
+            tuple(tensor[block] for tensor in saved),
+            tuple(g if g is None else g[block] for g in grads),
+        )
+        if d_bias is not None:
+            d_bias += z.sum(dim=0)
+        if not in_place:
+            d_logits[local].copy_(z)
+    return d_logits
+
+
+def _part(scorer: Scorer, columns: slice, slices: list[slice]) -> Scorer:
+    return scorer if len(slices) == 1 else scorer.part(columns)
 
 
 def _length(rows: slice) -> int:

@@ -53,7 +53,14 @@ class VocabShard:
     ) -> VocabShard:
         """The part of this shard with ids below `vocab_size`; empty, where it starts, if it is padding throughout."""
         stop = self.stop if vocab_size is None else max(self.start, min(self.stop, vocab_size))
-        return VocabShard(self.start, stop, self.group)
+        return _Columns(self.start, stop, self.group)
+
+    def columns(
+        self,
+        columns: slice,  # counted from this shard's first id
+    ) -> VocabShard:
+        """Some of this rank's columns, as a shard of their own; the group's ranks hold all others."""
+        return _Columns(self.start + columns.start, self.start + columns.stop, self.group)
 
     def local_ids(
         self,
@@ -62,6 +69,14 @@ class VocabShard:
         """Translate global ids. An id of another shard gets some legal local id and `owned=False`. No collective."""
         owned = (ids >= self.start) & (ids < self.stop)
         return (ids - self.start).clamp(0, max(self.size - 1, 0)), owned
+
+
+@dataclass(frozen=True)
+class _Columns(VocabShard):
+    """A part of one rank's shard, which may start anywhere also where there are no other ranks."""
+
+    def __post_init__(self) -> None:
+        pass
 
 
 def gather_stats(

@@ -1,4 +1,4 @@
-"""How the gradient of the head's weight is summed over chunks."""
+"""How the gradient of the head's weight is put together from the chunks' products."""
 
 from __future__ import annotations
 
@@ -7,70 +7,52 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from compact_logits.chunk_product import add_product_
 from compact_logits.chunks import work_dtype
 
-__all__ = ["ReturnedWeightGrad", "WeightGrad", "accumulate_product_"]
-
-# What is widened at a time: no more than this, and than a small part of the chunk, so that the budget holds.
-_UPCAST_BYTES = 8 * 2**20
-_UPCAST_PART = 32
+__all__ = ["ReturnedWeightGrad", "WeightGrad"]
 
 
 class WeightGrad(Protocol):
     """Receives one product a chunk; says at the end what autograd is to be given for the weight."""
 
-    def begin(self, weight: Tensor, chunks: int) -> None: ...
+    def begin(
+        self,
+        weight: Tensor,  # (vocab_local, hidden)
+        groups: int,  # how many products each of its rows is the sum of
+    ) -> None: ...
 
     def add(
         self,
-        d_logits: Tensor,  # (chunk, vocab_local)
-        hidden: Tensor,  # (chunk, hidden)
+        d_logits: Tensor,  # (rows, columns)
+        hidden: Tensor,  # (rows, hidden)
+        columns: slice,  # which of the weight's rows
     ) -> None: ...
 
     def finish(self) -> Tensor | None: ...
 
 
-def accumulate_product_(
-    total: Tensor,  # (vocab_local, hidden) fp32
-    d_logits: Tensor,  # (chunk, vocab_local)
-    hidden: Tensor,  # (chunk, hidden)
-) -> None:
-    """`total += d_logits.T @ hidden`, the products of low-precision factors summed in the dtype of `total`."""
-    if total.dtype == d_logits.dtype:
-        total.addmm_(d_logits.t(), hidden)
-        return
-    if d_logits.is_cuda and hasattr(torch.ops.aten.addmm, "dtype_out"):
-        torch.ops.aten.addmm.dtype_out(total, d_logits.t(), hidden, total.dtype, out=total)
-        return
-    # No product with a wider result here: widen the factors, a slice of the vocabulary at a time. Rounding each
-    # chunk's product to the model's dtype instead would let the error grow with the number of chunks.
-    wide_hidden = hidden.to(total.dtype)
-    most = min(_UPCAST_BYTES, d_logits.nbytes // _UPCAST_PART)
-    step = max(most // (total.dtype.itemsize * max(d_logits.shape[0], 1)), 1)
-    for start in range(0, total.shape[0], step):
-        wide = d_logits[:, start : start + step].to(total.dtype)
-        total[start : start + step].addmm_(wide.t(), wide_hidden)
-
-
 class ReturnedWeightGrad:
-    """Plain autograd: summed in fp32, returned in the weight's dtype. With one chunk there is nothing to sum, and the
-    product is formed in the weight's dtype at once, as the plain path does."""
+    """Plain autograd. Where each row is one product, that is formed in the weight's dtype at once, as the plain path
+    does; else summed in fp32 and returned in the weight's dtype."""
 
-    def begin(self, weight: Tensor, chunks: int) -> None:
+    def begin(self, weight: Tensor, groups: int) -> None:
         self._weight = weight
-        self._single = chunks == 1
-        self._total: Tensor | None = None
+        self._rounded = groups > 1 and work_dtype(weight.dtype) != weight.dtype
+        # Not of zeros where nothing is added to it, since they would first have to be written.
+        self._total = torch.zeros_like(weight, dtype=work_dtype(weight.dtype)) if self._rounded else None
+        self._written = 0
 
-    def add(self, d_logits: Tensor, hidden: Tensor) -> None:
-        work = work_dtype(self._weight.dtype)
-        if self._single or (self._total is None and work == self._weight.dtype):
-            # Not added to zeros, which would first have to be written. With `out`, autocast around backward cannot give
-            # it a dtype of its own.
-            self._total = torch.mm(d_logits.t(), hidden, out=self._weight.new_empty(self._weight.shape))
-            return
+    def add(self, d_logits: Tensor, hidden: Tensor, columns: slice) -> None:
         if self._total is None:
-            self._total = torch.zeros_like(self._weight, dtype=work)
-        accumulate_product_(self._total, d_logits, hidden)
+            self._total = self._weight.new_empty(self._weight.shape)
+        first = not self._rounded and self._written < self._weight.shape[0]
+        self._written += columns.stop - columns.start
+        if first:
+            # With `out`, autocast around backward cannot give it a dtype of its own.
+            torch.mm(d_logits.t(), hidden, out=self._total[columns])
+        else:
+            add_product_(self._total[columns], d_logits.t(), hidden)
 
     def finish(self) -> Tensor:
         total = torch.zeros_like(self._weight) if self._total is None else self._total

@@ -16,7 +16,7 @@ from compact_logits.balance import Balanced, Transfers, pays, return_rows
 from compact_logits.errors import InputError
 from compact_logits.exchange import Local, Replicated, RowExchange, SequenceSharded
 from compact_logits.projection import score_hidden
-from compact_logits.scorers.log_prob import LogProbScorer
+from compact_logits.scorers.log_prob_scorer import LogProbScorer
 from tests.support.collectives import count_collectives
 from tests.support.linear_head import Head, assert_as_good_as_plain
 from tests.support.ranks import RankPool

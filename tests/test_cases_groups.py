@@ -18,7 +18,7 @@ from compact_logits.given_logits import score_logits
 from compact_logits.megatron import Request, attach, mark
 from compact_logits.megatron.output_layer import armed
 from compact_logits.rows import RowSelection
-from compact_logits.scorers.log_prob import LogProbScorer
+from compact_logits.scorers.log_prob_scorer import LogProbScorer
 from compact_logits.scorers.nucleus import Nucleus, NucleusScorer
 from tests.support.gpt_paths import VOCAB, Cut, micro_batch
 from tests.support.marked_gpt import call

@@ -9,7 +9,7 @@ from torch import Tensor
 from compact_logits import VocabShard
 from compact_logits.errors import InputError
 from compact_logits.given_logits import score_logits
-from compact_logits.scorers.log_prob import LogProbScorer
+from compact_logits.scorers.log_prob_scorer import LogProbScorer
 from compact_logits.scorers.nucleus import Nucleus, NucleusScorer
 from tests.support.ranks import RankPool
 from tests.support.sharded_head import shard_of

@@ -1,70 +1,104 @@
-"""The chunk plan: every row once, in order, and never more bytes than the budget."""
+"""The chunk plan: every logit once, and never more bytes than the budget."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compact_logits.chunks import Scratch, plan_chunks, work_dtype
+from compact_logits import chunks
+from compact_logits.chunks import ChunkPlan, Scratch, plan_blocks, plan_chunks, work_dtype
 from compact_logits.config import DEFAULT_CHUNK_BYTES
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+def covered(parts: list[slice]) -> list[int]:
+    return [place for part in parts for place in range(part.start, part.stop)]
 
 
 @given(
     rows=st.integers(0, 400),
     vocab=st.integers(0, 3000),
     dtype=st.sampled_from(DTYPES),
-    device=st.sampled_from(["cpu", "cuda"]),
+    device=st.sampled_from([CPU, CUDA]),
     budget=st.integers(1, 3_000_000),
 )
-def test_rows_are_covered_once_within_the_budget(
-    rows: int, vocab: int, dtype: torch.dtype, device: str, budget: int
+def test_rows_and_columns_are_covered_once_within_the_budget(
+    rows: int, vocab: int, dtype: torch.dtype, device: torch.device, budget: int
 ) -> None:
-    plan = plan_chunks(rows, vocab, dtype, torch.device(device), budget)
-    chunks = list(plan.chunks())
-    assert [row for chunk in chunks for row in range(chunk.start, chunk.stop)] == list(range(rows))
-    for chunk in chunks:
-        inside = list(plan.blocks(chunk))
-        assert [row for _, block in inside for row in range(block.start, block.stop)] == list(
-            range(chunk.start, chunk.stop)
-        )
-        for local, block in inside:
-            assert local.start == block.start - chunk.start and local.stop == block.stop - chunk.start
-            assert block.stop - block.start <= plan.block
-    lengths = [chunk.stop - chunk.start for chunk in chunks]
-    assert max(lengths, default=1) <= plan.chunk and plan.chunk - min(lengths, default=plan.chunk) < max(len(chunks), 1)
-    width = max(vocab, 1)
-    held = plan.chunk * width * dtype.itemsize + 2 * plan.block * width * work_dtype(dtype).itemsize
-    least = width * (dtype.itemsize + 2 * work_dtype(dtype).itemsize)
-    assert held <= max(budget, least)
+    plan = plan_chunks(rows, vocab, dtype, device, budget)
+    groups, slices = plan.groups(), plan.slices()
+    assert covered(groups) == list(range(rows)) and covered(slices) == list(range(vocab))
+    assert slices, "one slice also where there are no columns"
+    for group in groups:
+        assert covered(list(plan.blocks(group.stop - group.start))) == list(range(group.stop - group.start))
+    heights, widths = ([part.stop - part.start for part in parts] for parts in (groups, slices))
+    assert max(heights, default=1) <= plan.height and plan.height - min(heights, default=plan.height) < max(
+        len(groups), 1
+    )
+    assert max(widths) <= plan.width and 1 <= plan.held <= len(slices)
+    blocks = 2 * plan.block * plan.width * work_dtype(dtype).itemsize
+    most = plan.held * plan.height * plan.width * dtype.itemsize + blocks
+    assert most <= max(budget, max(vocab, 1) * (dtype.itemsize + 2 * work_dtype(dtype).itemsize))
+
+
+def test_the_last_slices_have_a_place_each_and_all_before_them_the_first() -> None:
+    plan = ChunkPlan(rows=10, columns=95, height=10, width=10, held=3, block=4)
+    assert [plan.place(index) for index in range(len(plan.slices()))] == [0, 0, 0, 0, 0, 0, 0, 0, 1, 2]
+
+
+def test_rows_are_cut_only_where_slices_would_be_narrow() -> None:
+    for rows in (1, 100, 10_000, 50_000):
+        plan = plan_chunks(rows, 151_936, torch.bfloat16, CUDA, None)
+        assert len(plan.groups()) == 1 and plan.width >= 2048 and plan.width % 64 == 0
+    plan = plan_chunks(500_000, 151_936, torch.bfloat16, CUDA, None)
+    assert len(plan.groups()) > 1 and plan.width == 2048
+
+
+def test_what_fits_is_held_altogether() -> None:
+    plan = plan_chunks(1000, 50_000, torch.bfloat16, CUDA, None)
+    assert (plan.height, plan.width, plan.held) == (1000, 50_000, 1)
+    plan = plan_chunks(4000, 50_000, torch.bfloat16, CUDA, None)
+    assert 1 < plan.held < len(plan.slices())
 
 
 def test_a_larger_budget_takes_larger_chunks() -> None:
-    sizes = [plan_chunks(10_000, 1000, torch.bfloat16, torch.device("cpu"), 10**n).chunk for n in range(3, 9)]
-    assert sizes == sorted(sizes) and sizes[0] == 1 and sizes[-1] == 10_000
+    plans = [plan_chunks(10_000, 1000, torch.bfloat16, CPU, 10**n) for n in range(4, 9)]
+    sizes = [plan.held * plan.height * plan.width for plan in plans]
+    assert sizes == sorted(sizes) and sizes[0] <= 5000 and sizes[-1] >= 10_000 * 1000
 
 
 def test_the_default_budget() -> None:
-    by_default = plan_chunks(10_000, 248_320, torch.bfloat16, torch.device("cpu"), None)
-    assert by_default == plan_chunks(10_000, 248_320, torch.bfloat16, torch.device("cpu"), DEFAULT_CHUNK_BYTES)
-    assert 400 < by_default.chunk < DEFAULT_CHUNK_BYTES // (2 * 248_320)
+    by_default = plan_chunks(10_000, 248_320, torch.bfloat16, CPU, None)
+    assert by_default == plan_chunks(10_000, 248_320, torch.bfloat16, CPU, DEFAULT_CHUNK_BYTES)
+    held = by_default.held * by_default.height * by_default.width * 2
+    assert DEFAULT_CHUNK_BYTES / 2 < held < DEFAULT_CHUNK_BYTES
+
+
+def test_given_logits_are_one_chunk_with_small_blocks() -> None:
+    plan = plan_blocks(300, 5000, torch.bfloat16, CPU, 2**20)
+    assert (plan.height, plan.width, plan.held, plan.block) == (300, 5000, 1, 2**16 // (5000 * 4))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_case_12_4_one_buffer_of_each_kind_for_all_chunks(dtype: torch.dtype) -> None:
-    plan = plan_chunks(50, 64, dtype, torch.device("cpu"), 20_000)
-    scratch = Scratch(plan, 64, torch.empty(0, dtype=dtype))
-    for kind, most, of in (
-        (scratch.chunk, plan.chunk, dtype),
-        (scratch.block, plan.block, work_dtype(dtype)),
-        (scratch.spare, plan.block, work_dtype(dtype)),
-    ):
-        first, last = kind(most), kind(1)
-        assert first.shape == (most, 64) and last.shape == (1, 64) and first.dtype == last.dtype == of
-        assert first.data_ptr() == last.data_ptr()
-    assert scratch.block(1).data_ptr() != scratch.spare(1).data_ptr()
-    given = torch.empty(plan.chunk, 64, dtype=dtype)
-    assert Scratch(plan, 64, given, given).chunk(1).data_ptr() == given.data_ptr()
+def test_case_12_4_one_buffer_of_each_kind_for_all_chunks(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunks, "_CHUNK_BYTES", {"cpu": 2000})
+    plan = plan_chunks(50, 64, dtype, CPU, 12_000)
+    scratch = Scratch(plan, torch.empty(0, dtype=dtype))
+    of_chunk: list[Any] = [lambda *size, place=place: scratch.chunk(place, *size) for place in range(plan.held)]
+    kinds = [(kind, plan.height, dtype) for kind in of_chunk]
+    kinds += [(kind, plan.block, work_dtype(dtype)) for kind in (scratch.block, scratch.spare)]
+    first = []
+    for kind, most, of in kinds:
+        large, small = kind(most, plan.width), kind(1, 3)
+        assert large.shape == (most, plan.width) and small.shape == (1, 3) and large.dtype == small.dtype == of
+        assert large.is_contiguous() and large.data_ptr() == small.data_ptr()
+        first.append((large.data_ptr(), large.data_ptr() + large.nbytes))
+    assert all(stop <= start for (_, stop), (start, _) in zip(sorted(first), sorted(first)[1:], strict=False))
+    given = torch.empty(plan.held * plan.height, plan.width, dtype=dtype)
+    assert Scratch(plan, given, given=given).chunk(0, 1, 1).data_ptr() == given.data_ptr()

@@ -15,7 +15,7 @@ from compact_logits.megatron import Request
 from compact_logits.megatron.output_layer import armed
 from compact_logits.projection import score_hidden
 from compact_logits.scorers.compiled import CompiledLogProbScorer
-from compact_logits.scorers.log_prob import LogProbScorer
+from compact_logits.scorers.log_prob_scorer import LogProbScorer
 from compact_logits.vocab_parallel import VocabShard
 from tests.support.gpt_paths import Cut, micro_batch
 from tests.support.linear_head import Head, assert_as_good_as_plain
@@ -92,10 +92,9 @@ def test_masked_columns_add_nothing_to_the_entropy() -> None:
     results = []
     for kind in (CompiledLogProbScorer, LogProbScorer):
         scorer = kind(targets, VocabShard(0, VOCAB), 1.0, "loss")
-        z = logits.clone()
-        outputs, saved = scorer.merge(scorer.local_stats(z, torch.empty_like(z), slice(0, 3)))
-        z = logits.clone()
-        scorer.d_logits_(z, torch.empty_like(z), slice(0, 3), saved, (torch.ones(3), torch.ones(3)))
+        z = torch.empty_like(logits)
+        outputs, saved = scorer.merge(scorer.local_stats(logits, z, torch.empty_like(z), slice(0, 3)))
+        scorer.d_logits_(logits, z, torch.empty_like(z), slice(0, 3), saved, (torch.ones(3), torch.ones(3)))
         results.append((*outputs, z))
     for compiled, eager in zip(*results, strict=True):
         torch.testing.assert_close(compiled, eager)

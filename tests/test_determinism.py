@@ -12,8 +12,8 @@ from torch import Tensor
 
 from compact_logits import VocabShard, linear_log_probs, linear_topk_kl, log_probs, topk_kl
 from compact_logits.projection import score_hidden
-from compact_logits.scorers import log_prob
-from compact_logits.scorers.log_prob import LogProbScorer
+from compact_logits.scorers import log_prob_scorer
+from compact_logits.scorers.log_prob_scorer import LogProbScorer
 from compact_logits.scorers.nucleus import Nucleus, NucleusScorer
 from tests.support.ranks import RankPool
 from tests.support.sharded_head import shard_of
@@ -203,7 +203,7 @@ def test_other_bits_would_be_seen() -> None:
     def shaken(original: Any) -> Any:
         return lambda *given: original(*given) * (1 + 1e-5 * torch.rand(()))
 
-    with mock.patch.object(log_prob, "inverse_temperature", shaken(log_prob.inverse_temperature)):
+    with mock.patch.object(log_prob_scorer, "inverse_temperature", shaken(log_prob_scorer.inverse_temperature)):
         runs = [once("log-prob and entropy", torch.float32, 1) for _ in range(2)]
     assert differing(*runs) == ["d_hidden", "d_weight", "d_bias"]
 

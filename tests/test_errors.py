@@ -277,7 +277,7 @@ def literal_parts(name: str) -> list[tuple[int, str]]:
     return found
 
 
-@pytest.mark.parametrize("name", ["vocab_parallel", "validation", "rows", "scorers/log_prob"])
+@pytest.mark.parametrize("name", ["vocab_parallel", "validation", "rows", "scorers/log_prob_scorer"])
 def test_no_raise_is_left_out(name: str) -> None:
     raised = literal_parts(name)
     assert raised

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from compact_logits.exchange import Local, Replicated, SequenceSharded
 from compact_logits.projection import score_hidden
-from compact_logits.scorers.log_prob import LogProbScorer
+from compact_logits.scorers.log_prob_scorer import LogProbScorer
 from tests.support.linear_head import Head, assert_as_good_as_plain
 from tests.support.ranks import RankPool
 from tests.support.sharded_head import of_rank, shard_of, whole, with_partial_sums

@@ -20,6 +20,8 @@ FLOORS: list[set[str]] = [
         "chunks",
         "exchange",
         "given_logits",
+        "hidden_grad",
+        "joined_stats",
         "projection",
         "rows",
         "scorers",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from compact_logits import linear_log_probs
-from compact_logits.chunk_product import narrowed
+from compact_logits.chunk_product import add_product_, narrowed
 from compact_logits.errors import InputError
 from tests.support.allocation import AllocationTracker
 from tests.support.linear_head import Head, assert_as_good_as_plain
@@ -21,8 +21,8 @@ each_budget = pytest.mark.parametrize("chunk_bytes", [1, 40_000, None])
 
 @pytest.fixture
 def wide_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    def product(rows: Tensor, weight: Tensor, out: Tensor) -> None:
-        out.copy_(rows.to(out.dtype) @ weight.to(out.dtype).T)
+    def product(left: Tensor, right: Tensor, out: Tensor) -> None:
+        out.copy_(left.to(out.dtype) @ right.to(out.dtype))
 
     monkeypatch.setattr("compact_logits.chunk_product._offers_wide_product", lambda rows: True)
     monkeypatch.setattr("compact_logits.chunk_product._wide_product", product)
@@ -41,6 +41,23 @@ def test_a_head_that_is_wide_already_needs_no_such_product() -> None:
     head = Head.random(5, 4, 7)
     ours, same = head.compact(fp32_logits=True), head.compact()
     assert all(torch.equal(ours[name], same[name]) for name in same)
+
+
+@pytest.mark.usefixtures("wide_product")
+def test_a_torch_that_forms_wide_products_but_adds_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In pieces, then, whose products are added one by one; without the fallback torch's error would come."""
+    left, right = torch.randn(50, 7).bfloat16(), torch.randn(7, 30).bfloat16()
+    before = torch.randn(50, 30)
+    for addend_bytes in (1, 4 * 30 * 8, 2**20):
+        monkeypatch.setattr("compact_logits.chunk_product._ADDEND_BYTES", addend_bytes)
+        total = before.clone()
+        add_product_(total, left, right)
+        torch.testing.assert_close(
+            total.double(), before.double() + left.double() @ right.double(), rtol=1e-5, atol=1e-5
+        )
+    monkeypatch.setattr("compact_logits.chunk_product._adds_to_wide", lambda dtype, device: True)
+    with pytest.raises((AttributeError, RuntimeError)):
+        add_product_(before.clone(), left, right)
 
 
 @each_budget

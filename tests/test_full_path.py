@@ -42,6 +42,17 @@ def test_largest_logits_are_those_that_were_made() -> None:
     assert (largest.shape, largest.nbytes, largest.dtype) == ((2, 10), 160, "float64")
 
 
+def test_a_slice_of_the_logits_is_known_by_the_weight() -> None:
+    hidden, weight = torch.randn(6, 4), torch.randn(10, 4)
+    with LargestLogits(10, weight) as largest:
+        logits = torch.mm(hidden, weight[2:7].t(), out=torch.empty(6, 5))
+        logits @ weight[2:7], logits.t() @ hidden
+    assert (largest.shape, largest.nbytes) == ((6, 5), 120)
+    with LargestLogits(10) as largest:
+        torch.mm(hidden, weight[2:7].t(), out=torch.empty(6, 5))
+    assert largest.nbytes == 0
+
+
 def test_views_and_other_widths_are_no_logits() -> None:
     weight, row = torch.randn(10, 4), torch.randn(1, 10)
     with LargestLogits(10) as largest:

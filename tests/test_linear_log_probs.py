@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
 
-from compact_logits import linear_log_probs
+from compact_logits import chunks, linear_log_probs, projection
 from compact_logits.chunks import plan_chunks
 from tests.support.linear_head import Head, assert_as_good_as_plain
 from tests.support.parity import assert_gradient_close_to_truth
 
 FP32, BF16, FP16, FP64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
-# Bytes under which a chunk holds one row, a few, all: in each dtype of the head below.
+# Bytes under which a chunk holds a part of one row, a slice, all: in each dtype of the head below.
 BUDGETS = [1, 2_000, None]
 
 each_dtype = pytest.mark.parametrize("dtype", [FP32, BF16, FP16, FP64], ids=str)
@@ -21,9 +22,11 @@ each_budget = pytest.mark.parametrize("chunk_bytes", BUDGETS)
 
 
 @each_dtype
-def test_the_budgets_give_one_few_and_all_rows_a_chunk(dtype: torch.dtype) -> None:
-    plans = [plan_chunks(23, 61, dtype, torch.device("cpu"), budget) for budget in BUDGETS]
-    assert plans[0].chunk == 1 and 1 < plans[1].chunk <= 12 and plans[2].chunk == 23
+def test_the_budgets_give_a_part_of_a_row_slices_of_all_rows_and_all_at_once(dtype: torch.dtype) -> None:
+    least, few, whole = (plan_chunks(23, 61, dtype, torch.device("cpu"), budget) for budget in BUDGETS)
+    assert least.height <= 12 and least.width < 30
+    assert few.height >= 12 and 16 <= few.width <= 40 and len(few.slices()) > 1
+    assert (whole.height, whole.width, whole.held) == (23, 61, 1)
 
 
 @each_dtype
@@ -124,11 +127,28 @@ def test_case_1_8_every_chunk_budget_gives_the_same() -> None:
     rows, vocab = 24, 50
     head = Head.random(rows, 8, vocab, FP64)
     whole = head.compact()
-    for chunks, chunk_bytes in ((24, 1), (3, 4_500), (2, 6_000), (1, 10_800), (1, 10**9)):
+    for groups, slices, chunk_bytes in ((4, 3, 1), (2, 3, 2_500), (1, 3, 4_500), (1, 2, 6_000), (1, 1, 11_500)):
         plan = plan_chunks(rows, vocab, FP64, torch.device("cpu"), chunk_bytes)
-        assert len(list(plan.chunks())) == chunks
+        assert (len(plan.groups()), len(plan.slices())) == (groups, slices)
         for name, value in head.compact(chunk_bytes=chunk_bytes).items():
             torch.testing.assert_close(value, whole[name], rtol=0, atol=1e-12)
+
+
+@each_dtype
+def test_as_many_slices_as_the_budget_holds_are_formed_once(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunks, "_CHUNK_BYTES", {"cpu": 2_000})
+    budget = 12_000 * dtype.itemsize // 2
+    plan = plan_chunks(23, 300, dtype, torch.device("cpu"), budget)
+    slices = len(plan.slices())
+    assert len(plan.groups()) == 1 and 1 < plan.held < slices - 1
+    head = Head.random(23, 19, 300, dtype, bias=True, temperature="rows")
+    with mock.patch.object(projection, "project", wraps=projection.project) as formed:
+        ours = head.compact("loss", chunk_bytes=budget)
+    assert formed.call_count == 2 * slices - plan.held
+    floor = 1e-12 if dtype == FP64 else 1e-6
+    assert_as_good_as_plain(ours, head.plain("loss"), head.truth("loss"), floor=floor)
 
 
 def test_case_3_5_the_weight_gradients_error_does_not_grow_with_the_chunks() -> None:

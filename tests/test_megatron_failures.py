@@ -16,7 +16,7 @@ from compact_logits.cli.cpu_model import build_gpt, cpu_megatron
 from compact_logits.megatron import attach, output_layer
 from compact_logits.megatron.seam import postprocess_wrapper
 from compact_logits.patching import Patch
-from compact_logits.scorers.log_prob import LogProbScorer
+from compact_logits.scorers.log_prob_scorer import LogProbScorer
 from compact_logits.weight_grad import ReturnedWeightGrad
 from tests.support.gpt_paths import VOCAB, Cut, Micro, micro_batch
 from tests.support.marked_gpt import Came, call, came_of, differences, kept_scalars, marked, objective

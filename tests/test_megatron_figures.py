@@ -13,7 +13,7 @@ from compact_logits.cli.cpu_model import build_gpt, cpu_megatron
 from compact_logits.errors import PatchError
 from compact_logits.megatron import Figures, attach, figures_of
 from compact_logits.projection import score_hidden
-from compact_logits.scorers.log_prob import LogProbScorer
+from compact_logits.scorers.log_prob_scorer import LogProbScorer
 from compact_logits.vocab_parallel import VocabShard
 from tests.support.allocation import AllocationTracker
 from tests.support.gpt_paths import VOCAB, Cut, micro_batch
@@ -78,10 +78,7 @@ def test_bytes_held_are_those_that_are_allocated(rows: int, chunk_bytes: int, dt
         scorer = LogProbScorer(torch.zeros(rows, dtype=torch.int64), VocabShard(0, vocab), 0.7, entropy)
         with AllocationTracker() as tracker:
             score_hidden(hidden, weight, None, scorer, chunk_bytes=chunk_bytes)
-        buffers: dict[int, int] = {}
-        for each in tracker.records:
-            if each.shape[-1:] == (vocab,):  # the buffer itself, or the part of it that was written to
-                buffers[each.storage] = max(each.nbytes, buffers.get(each.storage, 0))
         plan = plan_chunks(rows, vocab, dtype, hidden.device, chunk_bytes)
-        expected = plan.bytes_in_forward(vocab, dtype, keeps=keeps, spare=entropy != "none")
-        assert sum(buffers.values()) == expected
+        buffers = [each for each in tracker.records if "new_empty" in each.op and each.shape[1:] == (plan.width,)]
+        expected = plan.bytes_in_forward(dtype, keeps=keeps, spare=entropy != "none")
+        assert sum(each.nbytes for each in buffers) == expected

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from compact_logits import linear_log_probs, log_probs
-from compact_logits.chunks import plan_chunks
+from compact_logits.chunks import plan_blocks, plan_chunks
 from tests.support.allocation import AllocationTracker
 from tests.support.linear_head import Head
 
@@ -18,7 +18,7 @@ VOCAB, HIDDEN, ROWS = 2053, 24, 400
 BUDGET = 2**19
 UNLIMITED = 2**30
 # Bytes a row costs besides its hidden state: what is saved of it, and what stands while its results are formed.
-SAVED, SCALARS = 16, 192
+SAVED, SCALARS = 16, 256
 
 each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 each_entropy = pytest.mark.parametrize("entropy", ["none", "metric", "loss"])
@@ -57,7 +57,7 @@ def test_case_1_9_saved_are_the_rows_scalars_and_what_the_budget_lets_stay(dtype
         return saved_bytes(score, (hidden, weight, bias, targets))
 
     row = VOCAB * dtype.itemsize
-    assert saved(1) <= row + SAVED * ROWS
+    assert saved(1) <= row + 2 * VOCAB * 4 + SAVED * ROWS
     assert saved(BUDGET) <= BUDGET + SAVED * ROWS
     # Without a limit one chunk is all rows, and stays.
     assert saved(UNLIMITED) >= ROWS * row > BUDGET
@@ -80,7 +80,7 @@ def test_case_1_9_the_plain_path_saves_what_we_do_not(dtype: torch.dtype) -> Non
 def test_case_1_7_and_1_11_given_logits_are_widened_a_block_at_a_time(dtype: torch.dtype, entropy: str) -> None:
     logits = torch.randn(ROWS, VOCAB, generator=torch.Generator().manual_seed(0)).to(dtype).requires_grad_()
     targets = torch.randint(0, VOCAB, (ROWS,))
-    block = plan_chunks(ROWS, VOCAB, dtype, torch.device("cpu"), BUDGET).block
+    block = plan_blocks(ROWS, VOCAB, dtype, torch.device("cpu"), BUDGET).block
 
     def passes(chunk_bytes: int) -> tuple[AllocationTracker, AllocationTracker]:
         with AllocationTracker() as forward:
@@ -105,25 +105,26 @@ def test_case_1_10_backward_holds_one_copy_of_each_gradient(dtype: torch.dtype) 
     head = Head.random(rows, hidden_size, vocab, dtype)
     hidden, weight = head.hidden.requires_grad_(), head.weight.requires_grad_()
     budget = dtype.itemsize * vocab * rows // 15
-    chunks = list(plan_chunks(rows, vocab, dtype, torch.device("cpu"), budget).chunks())
-    assert 16 <= len(chunks) <= 24
+    chunks = plan_chunks(rows, vocab, dtype, torch.device("cpu"), budget).groups()
+    assert 8 <= len(chunks) <= 24
     result = linear_log_probs(hidden, weight, head.targets, chunk_bytes=budget)
     incoming = torch.ones(rows)
     with AllocationTracker() as tracker:
         result.log_probs.backward(incoming)
     gradients = hidden.grad.nbytes + weight.grad.nbytes
-    assert gradients <= tracker.peak_bytes < 1.5 * gradients
+    assert gradients <= tracker.peak_bytes < 1.6 * gradients
     # What it is there to catch: the chunks' gradients in a list, then joined.
     with AllocationTracker() as tracker:
         parts = [torch.ones(chunk.stop - chunk.start, hidden_size, dtype=dtype) for chunk in chunks]
         torch.cat(parts)
-    assert tracker.peak_bytes > 1.5 * gradients
+    assert tracker.peak_bytes > 1.6 * gradients
 
 
 @pytest.mark.parametrize("chunk_bytes", [BUDGET, UNLIMITED])
 def test_case_1_11_few_rows_take_one_pass(chunk_bytes: int) -> None:
     rows = 20
-    assert len(list(plan_chunks(rows, VOCAB, torch.float32, torch.device("cpu"), chunk_bytes).chunks())) == 1
+    plan = plan_chunks(rows, VOCAB, torch.float32, torch.device("cpu"), chunk_bytes)
+    assert len(plan.groups()) == len(plan.slices()) == 1
     hidden, weight, bias, targets = leaves(torch.float32, rows)
     with AllocationTracker() as tracker:
         linear_log_probs(hidden, weight, targets, bias=bias, chunk_bytes=chunk_bytes).log_probs.sum().backward()
@@ -158,13 +159,15 @@ def test_case_3_8_no_gradient_is_formed_for_a_frozen_head() -> None:
 @each_dtype
 @pytest.mark.parametrize("chunk_bytes", [BUDGET, UNLIMITED])
 def test_backward_writes_over_the_logits_that_forward_left(chunk_bytes: int, dtype: torch.dtype) -> None:
-    hidden, weight, bias, targets = leaves(dtype)
-    plan = plan_chunks(ROWS, VOCAB, dtype, torch.device("cpu"), chunk_bytes)
-    assert plan.chunk > 2 * plan.block
+    rows = 2000
+    hidden, weight, bias, targets = leaves(dtype, rows)
+    plan = plan_chunks(rows, VOCAB, dtype, torch.device("cpu"), chunk_bytes)
+    assert plan.height > 2 * plan.block
     result = linear_log_probs(hidden, weight, targets, bias=bias, entropy="loss", chunk_bytes=chunk_bytes)
     with AllocationTracker() as tracker:
         (result.log_probs.sum() + result.entropy.sum()).backward(retain_graph=True)
-    assert tracker.largest_rows(VOCAB) <= plan.block
+    buffers = [each for each in tracker.records if "empty" in each.op and each.shape[1:] == (plan.width,)]
+    assert max((each.nbytes for each in buffers), default=0) <= 4 * plan.block * plan.width
     # They are spent then. Where backward took them to be logits still, its second gradient would be another.
     first = hidden.grad.clone()
     (result.log_probs.sum() + result.entropy.sum()).backward()

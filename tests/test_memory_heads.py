@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from compact_logits import linear_topk_kl
+from compact_logits import chunks, linear_topk_kl
 from compact_logits.errors import InputError
 from compact_logits.memory import HeadSize, largest_fitting, simulate
 from compact_logits.memory.heads import full_head, full_topk_head
 from compact_logits.projection import score_hidden
-from compact_logits.scorers.log_prob import LogProbScorer
+from compact_logits.scorers.log_prob_scorer import LogProbScorer
 from compact_logits.scorers.nucleus import Nucleus, NucleusScorer
 from compact_logits.vocab_parallel import VocabShard
 from tests.support.allocation import AllocationTracker
@@ -74,7 +74,10 @@ def measured(size: HeadSize, path: str) -> tuple[int, int, int]:
     ],
     ids=str,
 )
-def test_within_a_tenth_of_a_real_run(path: str, changed: dict) -> None:
+def test_within_a_tenth_of_a_real_run(path: str, changed: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The simulation cuts as for a GPU, and so must the CPU then.
+    for name in ("_LEAST_WIDTH", "_WIDENED_PART"):
+        monkeypatch.setattr(chunks, name, {})
     size = replace(SIZE, **changed)
     guess = simulate(size, path)  # type: ignore[arg-type]
     for name, real in zip(("forward", "saved", "backward"), measured(size, path), strict=True):
@@ -120,7 +123,7 @@ def test_a_nucleus_is_not_a_mask_on_the_compact_path() -> None:
         simulate(replace(SIZE, nucleus_ids=9), path).forward - simulate(SIZE, path).forward  # type: ignore[arg-type]
         for path in ("full", "compact")
     )
-    assert full > mask and compact < mask / 50
+    assert full > mask and compact < mask / 40
 
 
 def test_one_full_shard_costs_the_padding_of_the_others() -> None:

@@ -13,11 +13,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from torch import Tensor
 
-from compact_logits import weight_grad
+from compact_logits import hidden_grad, weight_grad
 from compact_logits.exchange import SequenceSharded
 from compact_logits.layouts import Layout
-from compact_logits.scorers import log_prob, nucleus, topk_scorer
-from compact_logits.scorers.log_prob import LogProbScorer
+from compact_logits.scorers import log_prob_scorer, nucleus, topk_scorer
+from compact_logits.scorers.log_prob_scorer import LogProbScorer
 from tests.support.random_check import mismatches
 from tests.support.random_data import kept_rows
 from tests.support.random_example import Example, examples
@@ -69,8 +69,16 @@ def test_what_is_drawn() -> None:
 
 
 def gradient_of_the_entropy(right: Any) -> Any:
-    def d_logits_(self: Any, z: Tensor, spare: Any, rows: slice, saved: Any, grads: Any) -> None:
-        right(self, z, spare, rows, saved, tuple(g * 1.01 if g is not None and i else g for i, g in enumerate(grads)))
+    def d_logits_(self: Any, logits: Tensor, z: Tensor, spare: Any, rows: slice, saved: Any, grads: Any) -> None:
+        right(
+            self,
+            logits,
+            z,
+            spare,
+            rows,
+            saved,
+            tuple(g * 1.01 if g is not None and i else g for i, g in enumerate(grads)),
+        )
 
     return d_logits_
 
@@ -84,7 +92,11 @@ def no_temperature(right: Any) -> Any:
 
 
 def of_many_chunks(right: Any) -> Any:
-    return lambda total, d_logits, hidden: right(total, d_logits, hidden * 1.01)
+    return lambda total, left, right_factor: right(total, left, right_factor * 1.01)
+
+
+def of_many_slices(right: Any) -> Any:
+    return lambda self, parts: right(self, parts[:1].expand_as(parts))
 
 
 def rows_of_another_rank(right: Any) -> Any:
@@ -110,10 +122,12 @@ def of_half_precision(right: Any) -> Any:
 FAULTS = {
     "entropy": (LogProbScorer, "d_logits_", gradient_of_the_entropy),
     "target": (LogProbScorer, "add_at_target_", gradient_at_the_target),
-    "temperature": (log_prob, "inverse_temperature", no_temperature),
+    "temperature": (log_prob_scorer, "inverse_temperature", no_temperature),
     "temperature of the nucleus": (nucleus, "inverse_temperature", no_temperature),
     "temperature of the top-k": (topk_scorer, "inverse_temperature", no_temperature),
-    "chunks": (weight_grad, "accumulate_product_", of_many_chunks),
+    "chunks of the weight": (weight_grad, "add_product_", of_many_chunks),
+    "chunks of the rows": (hidden_grad, "add_product_", of_many_chunks),
+    "slices": (LogProbScorer, "combine", of_many_slices),
     "gather": (SequenceSharded, "gather", rows_of_another_rank),
     "label": (Layout, "label_source", own_token_as_label),
     "merge of the top-k": (topk_scorer, "gather_stats", not_merged),

@@ -11,7 +11,7 @@ from torch import Tensor
 from compact_logits import TokenStats, VocabShard, linear_log_probs, log_probs, reference
 from compact_logits.given_logits import score_logits
 from compact_logits.scorers.contract import Scorer
-from compact_logits.scorers.log_prob import LogProbScorer
+from compact_logits.scorers.log_prob_scorer import LogProbScorer
 from compact_logits.scorers.nucleus import Nucleus, NucleusScorer
 from tests.support.collectives import count_collectives
 from tests.support.linear_head import Head

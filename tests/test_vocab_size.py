@@ -13,7 +13,7 @@ from torch import Tensor
 from compact_logits import VocabShard, linear_log_probs, log_probs, reference
 from compact_logits.errors import InputError
 from compact_logits.given_logits import score_logits
-from compact_logits.scorers.log_prob import LogProbScorer
+from compact_logits.scorers.log_prob_scorer import LogProbScorer
 from compact_logits.scorers.nucleus import Nucleus, NucleusScorer
 from tests.support.linear_head import Head, assert_as_good_as_plain
 from tests.support.parity import assert_close_to_truth
@@ -109,7 +109,7 @@ def test_case_6_2_wherever_the_padding_begins(rank_pool: RankPool, cuts: list[in
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_case_6_1_a_vocabulary_that_no_size_divides(rank_pool: RankPool, world: int) -> None:
     vocab, padded = 50257, 50260
-    head = Head.random(6, 4, padded, bias=True)
+    head = Head.random(24, 16, padded, bias=True)
     head.targets.remainder_(vocab)[0] = vocab - 1
     cuts = [padded // world * rank for rank in range(world + 1)]
     ours = whole(rank_pool.run(world, compact, head, cuts, vocab))

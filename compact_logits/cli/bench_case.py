@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from compact_logits import reference
-from compact_logits.scorers.log_prob import Entropy
+from compact_logits.scorers.log_prob_scorer import Entropy
 
 __all__ = ["Case", "Inputs", "Results", "make_inputs", "true_results"]
 

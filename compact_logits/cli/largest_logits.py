@@ -13,18 +13,25 @@ __all__ = ["LargestLogits"]
 
 
 class LargestLogits(TorchDispatchMode):
-    """While active, remembers the largest new tensor whose last axis is `vocab_local` wide.
+    """While active, remembers the largest new tensor whose last axis is `vocab_local` wide, and the largest product of
+    a part of the head's weight, whose last axis then is a part of the vocabulary.
 
-    Views make nothing new, and a tensor counts by the bytes that it occupies. The weight's gradient
-    `(vocab_local, hidden)` has another last axis, provided that the two numbers differ.
+    Views make nothing new, and a tensor counts by the bytes that it occupies. The gradients, `(vocab_local, hidden)`
+    and `(rows, hidden)`, have another last axis, provided that `hidden` differs from these numbers.
     """
 
-    def __init__(self, vocab_local: int) -> None:
+    def __init__(
+        self,
+        vocab_local: int,
+        weight: Tensor | None = None,  # (vocab_local, hidden)
+    ) -> None:
         super().__init__()
         self.nbytes = 0
         self.shape: tuple[int, ...] = ()
         self.dtype = ""
         self._vocab_local = vocab_local
+        self._weight = None if weight is None else weight.untyped_storage().data_ptr()
+        self._hidden = 0 if weight is None else weight.shape[1]
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -35,8 +42,9 @@ class LargestLogits(TorchDispatchMode):
         for tensor in _tensors(result):
             storage = tensor.untyped_storage()
             nbytes = min(tensor.numel() * tensor.element_size(), storage.nbytes())
-            wide = tensor.dim() > 0 and tensor.shape[-1] == self._vocab_local
-            if wide and nbytes > self.nbytes and storage.data_ptr() not in known:
+            wide = tensor.dim() > 0 and tensor.shape[-1] == self._vocab_local and storage.data_ptr() not in known
+            projected = self._weight in known and storage.data_ptr() != self._weight
+            if (wide or (projected and tensor.shape[-1:] != (self._hidden,))) and nbytes > self.nbytes:
                 self.nbytes, self.shape = nbytes, tuple(tensor.shape)
                 self.dtype = str(tensor.dtype).removeprefix("torch.")
         return result

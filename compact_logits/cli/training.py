@@ -120,8 +120,9 @@ def train(
     counted = sum(int((batch.loss_mask != 0).sum()) for batch in batches)
     scale = 1.0 / max(counted, 1)
     with make_path(model, group, settings) as path:
+        weight = next(p for name, p in model.named_parameters() if name.endswith("output_layer.weight"))
         longest = max(batches, key=lambda batch: batch.tokens.shape[1])
-        with LargestLogits(vocab_local) as largest:
+        with LargestLogits(vocab_local, weight) as largest:
             _loss(path(longest), None, longest, settings, scale).backward()
         model.zero_grad(set_to_none=True)
         training.largest_bytes, training.largest_shape = largest.nbytes, largest.shape

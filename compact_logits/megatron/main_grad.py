@@ -6,7 +6,7 @@ import torch
 from megatron.core.tensor_parallel import layers
 from torch import Tensor
 
-from compact_logits.weight_grad import accumulate_product_
+from compact_logits.chunk_product import add_product_
 
 __all__ = ["MainGrad"]
 
@@ -18,7 +18,7 @@ class MainGrad:
     seen in forward; `grad_added_to_main_grad` is set where DDP has defined it, and then a gradient must be returned,
     zeros if `zero_out_wgrad` says that DDP will add it, uninitialised memory otherwise. All micro-batches of an
     iteration must follow it, since DDP resets the flag once an iteration. A 16-bit `main_grad` is added to once: by the
-    kernel where there is one chunk, else from an fp32 sum, so that its rounding does not grow with their number.
+    kernel where each row is one product, else from an fp32 sum, so that its rounding does not grow with their number.
     """
 
     def __init__(
@@ -28,25 +28,27 @@ class MainGrad:
         self._parameter = weight
         self._main_grad: Tensor = weight.main_grad  # type: ignore[attr-defined]
 
-    def begin(self, weight: Tensor, chunks: int) -> None:
+    def begin(self, weight: Tensor, groups: int) -> None:
         self._parameter.main_grad = self._main_grad  # type: ignore[attr-defined]
         self._dtype = weight.dtype
         kernels = getattr(layers, "fused_weight_gradient_mlp_cuda", None)
-        once = self._main_grad.dtype == torch.float32 or (chunks < 2 and kernels is not None)
+        once = self._main_grad.dtype == torch.float32 or (groups < 2 and kernels is not None)
         self._total = None if once else torch.zeros_like(weight, dtype=torch.float32)
 
     def add(
         self,
-        d_logits: Tensor,  # (chunk, vocab_local)
-        hidden: Tensor,  # (chunk, hidden)
+        d_logits: Tensor,  # (rows, columns)
+        hidden: Tensor,  # (rows, hidden)
+        columns: slice,  # which of the weight's rows
     ) -> None:
         kernels = getattr(layers, "fused_weight_gradient_mlp_cuda", None)
         if self._total is None and kernels is not None:
             wide = self._main_grad.dtype == torch.float32
             accumulate = kernels.wgrad_gemm_accum_fp32 if wide else kernels.wgrad_gemm_accum_fp16
-            accumulate(hidden, d_logits, self._main_grad)
+            accumulate(hidden, d_logits, self._main_grad[columns])
         else:
-            accumulate_product_(self._main_grad if self._total is None else self._total, d_logits, hidden)
+            total = self._main_grad if self._total is None else self._total
+            add_product_(total[columns], d_logits.t(), hidden)
 
     def finish(self) -> Tensor | None:
         if self._total is not None:

@@ -22,7 +22,7 @@ from compact_logits.projection import score_hidden
 from compact_logits.rows import scatter
 from compact_logits.scorers.compiled import CompiledLogProbScorer
 from compact_logits.scorers.contract import Scorer
-from compact_logits.scorers.log_prob import LogProbScorer
+from compact_logits.scorers.log_prob_scorer import LogProbScorer
 from compact_logits.scorers.nucleus import NucleusScorer
 from compact_logits.vocab_parallel import VocabShard
 from compact_logits.weight_grad import ReturnedWeightGrad
@@ -83,7 +83,7 @@ def _bytes_not_allocated(
     dtype = wide_dtype(hidden) if request.fp32_logits else hidden.dtype
     plan = plan_chunks(selection.kept, vocab_local, dtype, hidden.device, request.chunk_bytes)
     keeps = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    held = plan.bytes_in_forward(vocab_local, dtype, keeps=keeps, spare=request.entropy != "none")
+    held = plan.bytes_in_forward(dtype, keeps=keeps, spare=request.entropy != "none")
     return max(4 * selection.num_rows * vocab_local - held, 0)
 
 

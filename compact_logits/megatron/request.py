@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from compact_logits.errors import InputError
 from compact_logits.megatron.kept_rows import ContextShare
 from compact_logits.rows import RowSelection
-from compact_logits.scorers.log_prob import Entropy, check_entropy
+from compact_logits.scorers.log_prob_scorer import Entropy, check_entropy
 from compact_logits.scorers.nucleus import Nucleus
 from compact_logits.validation import check_temperature, check_vocab_size
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -20,7 +21,7 @@ from compact_logits.memory.tracker import StorageBytes
 from compact_logits.projection import score_hidden
 from compact_logits.rows import select
 from compact_logits.scorers.contract import Scorer
-from compact_logits.scorers.log_prob import LogProbScorer
+from compact_logits.scorers.log_prob_scorer import LogProbScorer
 from compact_logits.scorers.nucleus import Nucleus, NucleusScorer
 from compact_logits.scorers.topk_scorer import TopKScorer
 from compact_logits.vocab_parallel import VocabShard
@@ -34,18 +35,30 @@ _Run = Callable[[Callable[[], None]], tuple[Tensor, ...]]  # is given what ends 
 def simulate(size: HeadSize, path: Path) -> HeadBytes:
     """Run forward and backward of one path on meta tensors and count the storages. Nothing of that size is allocated.
 
-    The compact path is the code that trains; many chunks are run as two and as three, since to each moment of a step
-    every further chunk adds the same bytes. Under tensor parallelism its collectives run on a group of `size.tp` ranks
-    that are not there, which needs a process without a process group: `InputError` otherwise.
+    The compact path is the code that trains. Of many groups of rows, and of many slices of the vocabulary, a few less
+    are run, since to each moment of a step every further one adds the same bytes. Under tensor parallelism its
+    collectives run on a group of `size.tp` ranks that are not there, which needs a process without a process group:
+    `InputError` otherwise.
     """
-    if path == "full":
-        return _worst(_run(size, path))
-    chunk = plan_chunks(size.kept, size.vocab // size.tp, size.dtype, torch.device("meta"), size.chunk_bytes).chunk
-    if size.kept <= 3 * chunk:
-        return _worst(_run(size, path))
-    two, three = (_run(size.keeping(count * chunk, size.rows), path) for count in (2, 3))
-    times = (size.kept - 3 * chunk) / chunk
-    return _worst([longer.extended(shorter, times) for longer, shorter in zip(three, two, strict=True)])
+    return _worst(_run(size, path) if path == "full" else _compact_moments(size))
+
+
+def _compact_moments(size: HeadSize) -> list[HeadBytes]:
+    columns = size.vocab // size.tp
+    plan = plan_chunks(size.kept, columns, size.dtype, torch.device("meta"), size.chunk_bytes)
+    slices, least = len(plan.slices()), plan.held + 2
+    if len(plan.groups()) > 3:
+        two, three = (size.keeping(count * plan.height, size.rows) for count in (2, 3))
+        times = (size.kept - three.kept) / plan.height
+    elif slices > least + 1:
+        two, three = (
+            replace(size, vocab=size.vocab - (slices - count) * plan.width * size.tp) for count in (least, least + 1)
+        )
+        times = slices - least - 1
+    else:
+        return _run(size, "compact")
+    shorter, longer = _compact_moments(two), _compact_moments(three)
+    return [more.extended(less, times) for more, less in zip(longer, shorter, strict=True)]
 
 
 def _worst(moments: list[HeadBytes]) -> HeadBytes:
@@ -73,7 +86,8 @@ class _Stopwatch:
 def _run(size: HeadSize, path: Path) -> list[HeadBytes]:
     """The bytes of each moment of forward and of backward, first with first.
 
-    One by one they are straight lines in the number of chunks. Their maximum is not: which moment is the worst changes.
+    One by one they are straight lines in the number of groups, and of slices. Their maximum is not: which moment is the
+    worst changes.
     """
     with _group(size.tp if path == "compact" else 1) as group, StorageBytes(device="meta") as bytes_:
         local_rows = size.rows // size.tp if size.sequence_parallel else size.rows
@@ -174,26 +188,29 @@ def _full(size: HeadSize, hidden: Tensor, weight: Tensor) -> _Run:
 
 
 class _Watched:
-    """An exchange after whose gathering a moment ends."""
+    """An exchange before and after whose gathering a moment ends; and before its reduction, so that a step has as many
+    moments backward as forward."""
 
     def __init__(self, exchange: RowExchange, stop: Callable[[], None]) -> None:
         self._exchange, self._stop = exchange, stop
 
     def gather(self, rows: Tensor) -> Tensor:
+        self._stop()
         gathered = self._exchange.gather(rows)
         self._stop()
         return gathered
 
     def start_reduce(self, d_rows: Tensor) -> Wait:
+        self._stop()
         return self._exchange.start_reduce(d_rows)
 
 
 class _IntoMainGrad:
     """A weight gradient that goes where memory stands already."""
 
-    def begin(self, weight: Tensor, chunks: int) -> None: ...
+    def begin(self, weight: Tensor, groups: int) -> None: ...
 
-    def add(self, d_logits: Tensor, hidden: Tensor) -> None: ...
+    def add(self, d_logits: Tensor, hidden: Tensor, columns: slice) -> None: ...
 
     def finish(self) -> None: ...
 

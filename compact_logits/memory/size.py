@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from compact_logits.errors import InputError
-from compact_logits.scorers.log_prob import Entropy
+from compact_logits.scorers.log_prob_scorer import Entropy
 
 __all__ = ["HeadBytes", "HeadSize"]
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compact_logits.scorers.log_prob import LEAST_EXPONENT, LogProbScorer
+from compact_logits.scorers.log_prob_scorer import LEAST_EXPONENT, LogProbScorer
 from compact_logits.scorers.temperature import inverse_temperature
 
 __all__ = ["CompiledLogProbScorer"]
@@ -25,21 +25,29 @@ class CompiledLogProbScorer(LogProbScorer):
     `sum_p2` has its own two. Without a compiler that works, torch's error reaches the caller.
     """
 
-    def local_stats(self, z: Tensor, spare: Tensor | None, rows: slice) -> Tensor:
+    def local_stats(self, logits: Tensor, z: Tensor, spare: Tensor | None, rows: slice) -> Tensor:
         if min(z.shape[0], self.counted.size) < 2:
-            return super().local_stats(z, spare, rows)
-        z = self._counted_columns(z)
+            return super().local_stats(logits, z, spare, rows)
         ids, owned = self._local_targets
         stats, _ = _compiled()
-        given = (_no_view(z), ids[rows].clone(), owned[rows].clone(), self._temperatures(rows, z))
+        columns = _no_view(self._counted_columns(logits))
+        given = (columns, ids[rows].clone(), owned[rows].clone(), self._temperatures(rows, z))
         return stats(*given, with_entropy=self.entropy != "none", with_squares=self.sum_p2)
 
     def d_logits_(
-        self, z: Tensor, spare: Tensor | None, rows: slice, saved: tuple[Tensor, ...], grads: tuple[Tensor | None, ...]
+        self,
+        logits: Tensor,
+        z: Tensor,
+        spare: Tensor | None,
+        rows: slice,
+        saved: tuple[Tensor, ...],
+        grads: tuple[Tensor | None, ...],
     ) -> None:
         if min(z.shape[0], self.counted.size) < 2 or grads[0] is None:
-            super().d_logits_(z, spare, rows, saved, grads)
+            super().d_logits_(logits, z, spare, rows, saved, grads)
             return
+        if logits is not z:
+            z.copy_(logits)
         if self.counted.size < z.shape[1]:
             z[:, self.counted.size :] = 0.0
             z = self._counted_columns(z)

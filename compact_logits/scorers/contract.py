@@ -12,9 +12,10 @@ __all__ = ["Scorer"]
 class Scorer(Protocol):
     """Per-row scalars of a row of logits whose vocabulary is spread over the ranks of a group.
 
-    The engine walks row blocks. For each it hands over fp32 logits of this rank's slice, `z`, which the scorer may
-    overwrite, and `spare`, scratch of the same shape. It calls `local_stats` for all blocks, then `merge` once, which
-    is where the only collectives are; and in backward `d_logits_` for all blocks.
+    The engine walks blocks of some rows and some columns of this rank's slice. It asks the `part` of each stretch of
+    columns for the `local_stats` of each block, joins those of one row with `combine`, then calls `merge` once, where
+    the only collectives are; and in backward each part's `d_logits_` for all blocks. For a block it hands over the
+    logits, which may only be read; `z`, scratch in fp32 that may be those logits themselves; and `spare`, one more.
     """
 
     @property
@@ -37,12 +38,27 @@ class Scorer(Protocol):
         """The caller's tensors that `d_logits_` reads: the engine saves them, so that autograd notices a change."""
         ...
 
+    def part(
+        self,
+        columns: slice,  # of this rank's slice of the vocabulary
+    ) -> Scorer:
+        """The scorer of these columns alone; what it needs of `merge` comes from the whole."""
+        ...
+
     def local_stats(
         self,
-        z: Tensor,  # (block, vocab_local) fp32, may be overwritten
-        spare: Tensor | None,  # (block, vocab_local) fp32 scratch
+        logits: Tensor,  # (block, columns), fp32 or narrower; read only, unless it is `z`
+        z: Tensor,  # (block, columns) fp32, overwritten
+        spare: Tensor | None,  # (block, columns) fp32 scratch
         rows: slice,  # which rows the block holds
     ) -> Tensor:  # (block, stats_width) fp32
+        ...
+
+    def combine(
+        self,
+        parts: Tensor,  # (parts, rows, stats_width) fp32, of different columns of this rank's slice
+    ) -> Tensor:  # (rows, stats_width) fp32
+        """The same statistics of all these columns together."""
         ...
 
     def merge(
@@ -55,8 +71,9 @@ class Scorer(Protocol):
 
     def d_logits_(
         self,
-        z: Tensor,  # (block, vocab_local) fp32 logits; overwritten by their gradient
-        spare: Tensor | None,  # (block, vocab_local) fp32 scratch
+        logits: Tensor,  # (block, columns), fp32 or narrower; read only, unless it is `z`
+        z: Tensor,  # (block, columns) fp32, overwritten by the gradient of the logits
+        spare: Tensor | None,  # (block, columns) fp32 scratch
         rows: slice,
         saved: tuple[Tensor, ...],  # what merge returned, cut to the block
         grads: tuple[Tensor | None, ...],  # one an output, cut to the block; None where nothing came back

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from compact_logits.errors import InputError
-from compact_logits.scorers.log_prob import LogProbScorer
+from compact_logits.scorers.log_prob_scorer import LogProbScorer
 from compact_logits.scorers.temperature import inverse_temperature
 from compact_logits.vocab_parallel import gather_stats, merge_softmax
 
@@ -89,13 +89,22 @@ class NucleusScorer:
     def _entries(self) -> _LocalEntries:
         return _LocalEntries.build(self.nucleus, self.base)
 
-    def local_stats(self, z: Tensor, spare: Tensor | None, rows: slice) -> Tensor:
+    def part(self, columns: slice) -> NucleusScorer:
+        return replace(self, base=self.base.part(columns))
+
+    def local_stats(self, logits: Tensor, z: Tensor, spare: Tensor | None, rows: slice) -> Tensor:
         block = self._entries.of_rows(rows)
         padded = z.new_full((z.shape[0], max(block.width, 1)), -torch.inf)
-        padded[block.row, block.place] = block.logits(z, self.base, rows)
+        padded[block.row, block.place] = block.logits(logits, z.dtype, self.base, rows)
         maximum = padded.amax(dim=1)
         sum_exp = padded.sub_(maximum.masked_fill(maximum == -torch.inf, 0.0)[:, None]).exp_().sum(dim=1)
-        return torch.cat([self.base.local_stats(z, spare, rows), torch.stack([maximum, sum_exp], dim=1)], dim=1)
+        of_base = self.base.local_stats(logits, z, spare, rows)
+        return torch.cat([of_base, torch.stack([maximum, sum_exp], dim=1)], dim=1)
+
+    def combine(self, parts: Tensor) -> Tensor:
+        maximum, sum_exp, _ = merge_softmax(parts[:, :, -2].double(), parts[:, :, -1].double())
+        of_nucleus = torch.stack([maximum, sum_exp], dim=1).to(parts.dtype)
+        return torch.cat([self.base.combine(parts[:, :, :-2]), of_nucleus], dim=1)
 
     def merge(self, stats: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         ranks = gather_stats(stats, self.base.shard)
@@ -110,18 +119,24 @@ class NucleusScorer:
         return (log_prob, *outputs[1:]), (*saved, maximum, log_sum, replayed)
 
     def d_logits_(
-        self, z: Tensor, spare: Tensor | None, rows: slice, saved: tuple[Tensor, ...], grads: tuple[Tensor | None, ...]
+        self,
+        logits: Tensor,
+        z: Tensor,
+        spare: Tensor | None,
+        rows: slice,
+        saved: tuple[Tensor, ...],
+        grads: tuple[Tensor | None, ...],
     ) -> None:
         block = self._entries.of_rows(rows)
         *of_base, maximum, log_sum, log_prob = saved
-        logits = block.logits(z, self.base, rows)
+        of_entries = block.logits(logits, z.dtype, self.base, rows)
         recorded = self._entries.recorded[rows]
         everywhere = None if grads[0] is None else grads[0].masked_fill(recorded, 0.0)
-        self.base.d_logits_(z, spare, rows, tuple(of_base), (everywhere, *grads[1:]))
+        self.base.d_logits_(logits, z, spare, rows, tuple(of_base), (everywhere, *grads[1:]))
         if grads[0] is None:
             return
         scaled = grads[0].masked_fill(~recorded, 0.0) * inverse_temperature(self.base.temperature, rows, grads[0])
-        others = (logits - maximum[block.row] - log_sum[block.row]).exp() * -scaled[block.row]
+        others = (of_entries - maximum[block.row] - log_sum[block.row]).exp() * -scaled[block.row]
         z.index_put_((block.row, block.local_id), others, accumulate=True)
         self.base.add_at_target_(z, rows, scaled * -torch.expm1(log_prob))
 
@@ -169,9 +184,15 @@ class _LocalEntries:
             width=max((stop - start for start, stop in pairwise(bounds)), default=0),
         )
 
-    def logits(self, z: Tensor, base: LogProbScorer, rows: slice) -> Tensor:  # (entries,)
+    def logits(
+        self,
+        logits: Tensor,  # (block, columns)
+        dtype: torch.dtype,
+        base: LogProbScorer,
+        rows: slice,
+    ) -> Tensor:  # (entries,) of `dtype`
         """The tempered logits of the entries, -inf for the target, which is counted apart."""
         temperature = base.temperature
         if isinstance(temperature, Tensor):
-            temperature = temperature[rows].to(z.dtype)[self.row]
-        return (z[self.row, self.local_id] / temperature).masked_fill_(~self.other, -torch.inf)
+            temperature = temperature[rows].to(dtype)[self.row]
+        return (logits[self.row, self.local_id].to(dtype) / temperature).masked_fill_(~self.other, -torch.inf)

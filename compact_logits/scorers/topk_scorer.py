@@ -8,12 +8,13 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from compact_logits.scorers.temperature import inverse_temperature, temper_
+from compact_logits.scorers.temperature import inverse_temperature, tempered
 from compact_logits.scorers.topk_stats import (
     add_at_,
     chosen_of_all,
     clear_at_,
     first_of_each_id,
+    joined_tops,
     row_sums,
     student_top,
 )
@@ -99,29 +100,45 @@ class TopKScorer:
             else self.temperature,
         )
 
-    def local_stats(self, z: Tensor, spare: Tensor | None, rows: slice) -> Tensor:
+    def part(self, columns: slice) -> TopKScorer:
+        part = replace(self, shard=self.shard.columns(columns))
+        part.__dict__["_listed"] = self._listed  # found once for all parts
+        return part
+
+    def local_stats(self, logits: Tensor, z: Tensor, spare: Tensor | None, rows: slice) -> Tensor:
         # Columns: what `_sums` says, the slice's top k logits, the logits at the teacher's ids, their places in it.
         stats = z.new_zeros(z.shape[0], self.stats_width)
         top, at_ids, places = stats[:, self._sums :].split(self._k, dim=1)
         ids, owned = self.shard.local_ids(self.teacher_ids[rows])
         if self.shard.size == 0:
             top.fill_(-torch.inf)
+            at_ids.fill_(torch.nan)
             places.fill_(self._k)
             stats[:, 0] = -torch.inf
             return stats
-        temper_(z, self.temperature, rows)
-        at_ids.copy_(z.gather(1, ids))
-        values, place = student_top(z, ids)
+        logits = tempered(logits, z, self.temperature, rows)
+        at_ids.copy_(logits.gather(1, ids).masked_fill_(~owned, torch.nan))
+        values, place = student_top(logits, ids)
         top.copy_(values)
-        places.copy_(place)
-        maximum = values[:, 0]
+        places.copy_(place.masked_fill_(~owned, self._k))
+        maximum = top[:, 0]
         stats[:, 0] = maximum
-        z.sub_(maximum.masked_fill(maximum == -torch.inf, 0.0)[:, None]).exp_()
+        torch.sub(logits, maximum.masked_fill(maximum == -torch.inf, 0.0)[:, None], out=z).exp_()
         stats[:, 1] = row_sums(z)
         if self.tail:
             clear_at_(z, ids, owned & self._listed[rows])
             stats[:, 2] = row_sums(z)
         return stats
+
+    def combine(self, parts: Tensor) -> Tensor:
+        tops, at_ids, places = parts[:, :, self._sums :].split(self._k, dim=2)
+        sums = [merge_softmax(parts[:, :, 0].double(), part.double()) for part in parts[:, :, 1 : self._sums].unbind(2)]
+        values, place = joined_tops(tops, places.to(torch.int64))
+        selected = at_ids[0]
+        for of_part in at_ids[1:]:
+            selected = torch.where(selected.isnan(), of_part, selected)
+        columns = torch.stack([sums[0][0], *[total for _, total, _ in sums]], dim=1)
+        return torch.cat([columns.to(parts.dtype), values, selected, place.to(parts.dtype)], dim=1)
 
     def merge(self, stats: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         k = self._k
@@ -165,7 +182,13 @@ class TopKScorer:
         return (loss, *metrics, head, tail, student_tail, teacher_tail), (maximum, total, *factors)
 
     def d_logits_(
-        self, z: Tensor, spare: Tensor | None, rows: slice, saved: tuple[Tensor, ...], grads: tuple[Tensor | None, ...]
+        self,
+        logits: Tensor,
+        z: Tensor,
+        spare: Tensor | None,
+        rows: slice,
+        saved: tuple[Tensor, ...],
+        grads: tuple[Tensor | None, ...],
     ) -> None:
         d_loss = grads[0]
         if self.shard.size == 0:
@@ -174,13 +197,13 @@ class TopKScorer:
             z.zero_()
             return
         maximum, total, of_others, of_listed = saved if self.tail else (*saved, saved[2])
-        temper_(z, self.temperature, rows)
+        logits = tempered(logits, z, self.temperature, rows)
         teacher_ids = self.teacher_ids[rows]
         ids, owned = self.shard.local_ids(teacher_ids)
-        log_p = _log_probs(z.gather(1, ids), maximum, total)
+        log_p = _log_probs(logits.gather(1, ids), maximum, total)
         _, active = self._clamped(log_p)
         d_row = d_loss * inverse_temperature(self.temperature, rows, d_loss)
-        z.sub_(maximum[:, None]).exp_()
+        torch.sub(logits, maximum[:, None], out=z).exp_()
         # The listed ids apart from the others: their two terms nearly cancel, or are nothing beside the others' factor.
         once = self._listed[rows] if self.tail else first_of_each_id(teacher_ids)
         clear_at_(z, ids, owned & self._listed[rows])

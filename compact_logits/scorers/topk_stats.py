@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["add_at_", "chosen_of_all", "clear_at_", "first_of_each_id", "row_sums", "student_top"]
+__all__ = ["add_at_", "chosen_of_all", "clear_at_", "first_of_each_id", "joined_tops", "row_sums", "student_top"]
 
 _TILE = 4096
 
@@ -39,6 +39,21 @@ def student_top(
     at = torch.searchsorted(columns, ids).clamp_(max=narrow - 1)
     place = order.gather(1, at).masked_fill_(columns.gather(1, at) != ids, k)
     return torch.nn.functional.pad(values, (0, k - narrow), value=-torch.inf), place
+
+
+def joined_tops(
+    tops: Tensor,  # (parts, rows, k), the largest logits of each part of a slice, descending
+    places: Tensor,  # (parts, rows, k) int64, of the ids among each part's top, k for none
+) -> tuple[Tensor, Tensor]:  # values (rows, k), descending; place (rows, k) int64
+    """What `student_top` says of all parts together; an id has a place in one of them at most."""
+    parts, _, k = tops.shape
+    values, chosen = torch.cat(tuple(tops), dim=1).topk(k, dim=1)
+    # Where each of all entries went to, k for those that were left out; the last column is that of no place.
+    went = torch.full((values.shape[0], parts * k + 1), k, device=tops.device)
+    went.scatter_(1, chosen, torch.arange(k, device=tops.device).expand_as(chosen))
+    starts = torch.arange(parts, device=tops.device)[:, None, None] * k
+    entry = torch.where(places < k, places + starts, parts * k).amin(dim=0)
+    return values, went.gather(1, entry)
 
 
 def chosen_of_all(

@@ -15,7 +15,7 @@ from compact_logits.megatron import Request, attach, mark
 from compact_logits.megatron.attach import gpt_model_of
 from compact_logits.megatron.kept_rows import ContextShare
 from compact_logits.rows import RowSelection
-from compact_logits.scorers.log_prob import Entropy
+from compact_logits.scorers.log_prob_scorer import Entropy
 
 __all__ = ["MASKS", "Cut", "Micro", "compact_pass", "full_pass", "micro_batch"]
 

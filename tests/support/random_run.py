@@ -15,7 +15,7 @@ from compact_logits.given_logits import rows_of, score_logits
 from compact_logits.layouts import Layout, contiguous, packed, zigzag
 from compact_logits.projection import score_hidden
 from compact_logits.rows import RowSelection, scatter, select
-from compact_logits.scorers.log_prob import LogProbScorer
+from compact_logits.scorers.log_prob_scorer import LogProbScorer
 from compact_logits.scorers.nucleus import Nucleus, NucleusScorer
 from compact_logits.scorers.topk_scorer import TopKScorer
 from tests.support.random_data import Data, clamp_of, masks_of

@@ -9,7 +9,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-from compact_logits.scorers.log_prob import Entropy
+from compact_logits.scorers.log_prob_scorer import Entropy
 
 __all__ = ["Pass", "current_pass", "of_forward_only", "of_training", "running"]
 

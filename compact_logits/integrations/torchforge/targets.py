@@ -13,7 +13,7 @@ from compact_logits import validation
 from compact_logits.dtensor import VocabPlacement
 from compact_logits.errors import InputError
 from compact_logits.scorers.compiled import CompiledLogProbScorer
-from compact_logits.scorers.log_prob import LogProbScorer
+from compact_logits.scorers.log_prob_scorer import LogProbScorer
 from compact_logits.vocab_parallel import VocabShard
 
 __all__ = ["Targets", "aligned_window", "log_prob_scorer"]
