@@ -22,9 +22,11 @@ _MOST_HELD = 8
 _CHUNK_BYTES = {"cpu": 4 * 2**20}
 _CHUNK_BYTES_ELSEWHERE = 32 * 2**20
 
-# Each chunk adds to the gradient of all its rows, which costs more than the product where a chunk is narrower.
+# Each chunk adds to the gradient of all its rows, which costs more than the product where a chunk is narrower: rows are
+# cut rather than that. And the budget is not shared by so many chunks that they get narrower than is good.
 _LEAST_WIDTH = {"cpu": 16}
 _LEAST_WIDTH_ELSEWHERE = 2048
+_GOOD_WIDTH = 1024
 
 # Where no product of 16-bit factors has an fp32 result, this part of the budget is for factors that are widened.
 _WIDENED_PART = {"cpu": 8}
@@ -105,7 +107,8 @@ def plan_chunks(
     height = max(_equal(rows, max(fitting, 1)), 1)
     if rows * columns * row + 2 * max(block_bytes, columns * work_row) <= budget and height >= rows:
         return ChunkPlan(rows, columns, height, columns, 1, _block(block_bytes, columns * work_row, height))
-    shares = min(max(most // _CHUNK_BYTES.get(device.type, _CHUNK_BYTES_ELSEWHERE), 1), _MOST_HELD)
+    good_bytes = max(_CHUNK_BYTES.get(device.type, _CHUNK_BYTES_ELSEWHERE), min(_GOOD_WIDTH, columns) * height * row)
+    shares = min(max(most // good_bytes, 1), _MOST_HELD)
     width = min(most // (shares * height * row), budget // (height * row + 2 * work_row))
     width = min(max(width, least_width), columns)
     if _ALIGNED < width < columns:
