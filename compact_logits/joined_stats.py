@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 __all__ = ["JoinedStats"]
 
-_ROWS_AT_ONCE = 4096  # so that what a row takes while it is joined does not count, however many rows there are
+_ROWS_AT_ONCE = 16384  # so that what a row takes while it is joined does not count, however many rows there are
 
 
 class JoinedStats:

@@ -52,6 +52,7 @@ def score_hidden(
     weight_grad: WeightGrad | None = None,
     chunk_bytes: int | None = None,
     fp32_logits: bool = False,
+    plan: ChunkPlan | None = None,  # of the projected rows, in place of `chunk_bytes`
 ) -> tuple[Tensor, ...]:  # the scorer's outputs, each (projected rows, ...)
     """Run `scorer` over `hidden @ weight.T + bias`, chunk by chunk.
 
@@ -70,10 +71,10 @@ def score_hidden(
     inputs = [tensor for tensor in (hidden, weight, bias) if tensor is not None]
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs):
         grad_of_weight = ReturnedWeightGrad() if weight_grad is None else weight_grad
-        return _ScoreHidden.apply(hidden, weight, bias, scorer, exchange, grad_of_weight, chunk_bytes, dtype)
+        return _ScoreHidden.apply(hidden, weight, bias, scorer, exchange, grad_of_weight, chunk_bytes, dtype, plan)
     with torch.no_grad():
         rows = exchange.gather(hidden)
-        plan = plan_chunks(rows.shape[0], weight.shape[0], dtype, rows.device, chunk_bytes)
+        plan = plan or plan_chunks(rows.shape[0], weight.shape[0], dtype, rows.device, chunk_bytes)
         return _forward(rows, weight, bias, scorer, plan, dtype, keep=False)[0]
 
 
@@ -91,9 +92,10 @@ class _ScoreHidden(torch.autograd.Function):
         weight_grad: WeightGrad,
         chunk_bytes: int | None,
         dtype: torch.dtype,
+        plan: ChunkPlan | None,
     ) -> tuple[Tensor, ...]:
         rows = exchange.gather(hidden)
-        plan = plan_chunks(rows.shape[0], weight.shape[0], dtype, rows.device, chunk_bytes)
+        plan = plan or plan_chunks(rows.shape[0], weight.shape[0], dtype, rows.device, chunk_bytes)
         outputs, saved, left = _forward(rows, weight, bias, scorer, plan, dtype, keep=True)
         ctx.save_for_backward(rows, weight, bias, left, *scorer.inputs, *saved)
         ctx.spent = False
@@ -148,7 +150,7 @@ class _ScoreHidden(torch.autograd.Function):
             wait() if wait is not None else None,
             ctx.weight_grad.finish() if needs_weight else None,
             d_bias.to(bias.dtype) if d_bias is not None else None,
-            *[None] * 5,
+            *[None] * 6,
         )
 
 

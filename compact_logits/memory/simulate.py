@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from compact_logits.chunks import plan_chunks
+from compact_logits.chunks import ChunkPlan, plan_chunks
 from compact_logits.errors import InputError
 from compact_logits.exchange import Local, Replicated, RowExchange, SequenceSharded, Wait
 from compact_logits.memory.heads import full_head, full_topk_head
@@ -44,8 +44,7 @@ def simulate(size: HeadSize, path: Path) -> HeadBytes:
 
 
 def _compact_moments(size: HeadSize) -> list[HeadBytes]:
-    columns = size.vocab // size.tp
-    plan = plan_chunks(size.kept, columns, size.dtype, torch.device("meta"), size.chunk_bytes)
+    plan = _plan(size)
     slices, least = len(plan.slices()), plan.held + 2
     if len(plan.groups()) > 3:
         two, three = (size.keeping(count * plan.height, size.rows) for count in (2, 3))
@@ -59,6 +58,19 @@ def _compact_moments(size: HeadSize) -> list[HeadBytes]:
         return _run(size, "compact")
     shorter, longer = _compact_moments(two), _compact_moments(three)
     return [more.extended(less, times) for more, less in zip(longer, shorter, strict=True)]
+
+
+class _FewBlocks(ChunkPlan):
+    """A plan of whose blocks two are walked: the others, being of the same size as the first, hold no more."""
+
+    def blocks(self, rows: int) -> Iterator[slice]:
+        every = list(super().blocks(rows))
+        return iter(every[:1] + every[1:][-1:])
+
+
+def _plan(size: HeadSize) -> ChunkPlan:
+    plan = plan_chunks(size.kept, size.vocab // size.tp, size.dtype, torch.device("meta"), size.chunk_bytes)
+    return _FewBlocks(**vars(plan))
 
 
 def _worst(moments: list[HeadBytes]) -> HeadBytes:
@@ -126,7 +138,7 @@ def _compact(size: HeadSize, hidden: Tensor, weight: Tensor, group: dist.Process
             exchange=_Watched(exchange, stop),
             group=group,
             weight_grad=_IntoMainGrad() if size.fused else None,
-            chunk_bytes=size.chunk_bytes,
+            plan=_plan(size),
         )
 
     return run
