@@ -97,8 +97,7 @@ def plan_chunks(
     """Split `chunk_bytes` into two blocks of fp32 scratch and chunks in the model's dtype. As much as one row takes is
     held however small the budget."""
     row, work_row = dtype.itemsize, work_dtype(dtype).itemsize  # bytes of one column
-    budget, block_bytes = _budget(device, chunk_bytes)
-    budget = max(budget, max(columns, 1) * (row + 2 * work_row))
+    budget, block_bytes = _budget(device, chunk_bytes, least=max(columns, 1) * (row + 2 * work_row))
     widened = budget // _WIDENED_PART[device.type] if device.type in _WIDENED_PART and work_row > row else 0
     most = budget - 2 * block_bytes - widened
     least_width = max(min(columns, _LEAST_WIDTH.get(device.type, _LEAST_WIDTH_ELSEWHERE)), 1)
@@ -132,8 +131,8 @@ def plan_blocks(
     return ChunkPlan(rows, columns, max(rows, 1), columns, 1, block)
 
 
-def _budget(device: torch.device, chunk_bytes: int | None) -> tuple[int, int]:  # of all, of a block
-    budget = DEFAULT_CHUNK_BYTES if chunk_bytes is None else chunk_bytes
+def _budget(device: torch.device, chunk_bytes: int | None, least: int = 0) -> tuple[int, int]:  # of all, of a block
+    budget = max(DEFAULT_CHUNK_BYTES if chunk_bytes is None else chunk_bytes, least)
     return budget, min(_BLOCK_BYTES.get(device.type, _BLOCK_BYTES_ELSEWHERE), budget // 16)
 
 

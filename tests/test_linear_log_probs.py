@@ -139,6 +139,7 @@ def test_as_many_slices_as_the_budget_holds_are_formed_once(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chunks, "_CHUNK_BYTES", {"cpu": 2_000})
+    monkeypatch.setattr(chunks, "_GOOD_WIDTH", 16)
     budget = 12_000 * dtype.itemsize // 2
     plan = plan_chunks(23, 300, dtype, torch.device("cpu"), budget)
     slices = len(plan.slices())
