@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from compact_logits.config import DEFAULT_CHUNK_BYTES
 
-__all__ = ["ChunkPlan", "Scratch", "plan_blocks", "plan_chunks", "work_dtype"]
+__all__ = ["Block", "ChunkPlan", "Scratch", "plan_blocks", "plan_chunks", "work_dtype"]
 
 # A block is what the scorer's passes walk over again and again: on a CPU it should stay in a core's cache, elsewhere
 # it should be large enough that launching the passes costs nothing.
@@ -67,10 +68,14 @@ class ChunkPlan:
         starts = range(0, max(self.columns, 1), max(self.width, 1))
         return [slice(start, min(start + self.width, self.columns)) for start in starts]
 
+    @property
+    def first_held(self) -> int:
+        """The slice from which on each chunk has a place of its own among the `held`; all before share the first."""
+        return max(-(-self.columns // max(self.width, 1)), 1) - self.held
+
     def place(self, index: int) -> int:
-        """Where the chunk of slice `index` stands among the `held`: the last slices have a place to themselves, all
-        before share the first one."""
-        return max(index - (len(self.slices()) - self.held), 0)
+        """Where the chunk of slice `index` stands among the `held`."""
+        return max(index - self.first_held, 0)
 
     def blocks(self, rows: int) -> Iterator[slice]:
         """Blocks of a chunk with so many rows, counted from its first one."""
@@ -185,3 +190,12 @@ class Scratch:
         if name not in self._buffers:
             self._buffers[name] = self._like.new_empty(rows, self._plan.width, dtype=dtype)
         return self._buffers[name]
+
+
+class Block(NamedTuple):
+    """Some rows of a chunk, and the scratch to work on them in."""
+
+    logits: Tensor  # (block, columns), fp32 or narrower; read only, unless it is `z`
+    z: Tensor  # (block, columns) fp32, overwritten; in backward by the gradient of the logits
+    spare: Tensor | None  # (block, columns) fp32, for scorers that need it
+    rows: slice  # which of all rows the block holds

@@ -10,7 +10,7 @@ from einops import rearrange
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from compact_logits.chunks import Scratch, plan_blocks, work_dtype
+from compact_logits.chunks import Block, Scratch, plan_blocks, work_dtype
 
 if TYPE_CHECKING:
     from compact_logits.scorers.contract import Scorer
@@ -81,11 +81,9 @@ class _ScoreLogits(torch.autograd.Function):
         for (given, block), (d_given, _) in blocks:
             rows = block.stop - block.start
             z = d_given if logits.dtype == work else scratch.block(rows, columns)
+            spare = scratch.spare(rows, columns) if ctx.scorer.needs_spare else None
             ctx.scorer.d_logits_(
-                given,
-                z,
-                scratch.spare(rows, columns) if ctx.scorer.needs_spare else None,
-                block,
+                Block(given, z, spare, block),
                 tuple(tensor[block] for tensor in saved),
                 tuple(g if g is None else g[block] for g in grads),
             )
@@ -112,7 +110,7 @@ def _forward(
     for given, block in _blocks(logits, window, plan.block):
         rows = block.stop - block.start
         spare = scratch.spare(rows, columns) if scorer.needs_spare else None
-        stats[block] = scorer.local_stats(given, scratch.block(rows, columns), spare, block)
+        stats[block] = scorer.local_stats(Block(given, scratch.block(rows, columns), spare, block))
     return scorer.merge(stats)
 
 

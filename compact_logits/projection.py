@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from compact_logits.chunk_product import narrowed, project, wide_dtype
-from compact_logits.chunks import ChunkPlan, Scratch, plan_chunks, work_dtype
+from compact_logits.chunks import Block, ChunkPlan, Scratch, plan_chunks, work_dtype
 from compact_logits.exchange import Local, Replicated, RowExchange
 from compact_logits.hidden_grad import HiddenGrad
 from compact_logits.joined_stats import JoinedStats
@@ -122,7 +122,7 @@ class _ScoreHidden(torch.autograd.Function):
         d_bias = torch.zeros(weight.shape[0], dtype=work, device=rows.device) if needs_bias else None
         groups, slices = plan.groups(), plan.slices()
         # Those that forward has left come first, so that their memory is free for the others.
-        order = [*range(len(slices) - plan.held, len(slices)), *range(len(slices) - plan.held)]
+        order = [*range(plan.first_held, len(slices)), *range(plan.first_held)]
         if needs_weight:
             ctx.weight_grad.begin(weight, len(groups))
         wait = None
@@ -131,7 +131,7 @@ class _ScoreHidden(torch.autograd.Function):
             for index in order:
                 columns, height = slices[index], _length(group)
                 logits = scratch.chunk(plan.place(index), height, _length(columns))
-                if not (ready and group == groups[-1] and index >= len(slices) - plan.held):
+                if not (ready and group == groups[-1] and index >= plan.first_held):
                     project(rows[group], weight[columns], None if bias is None else bias[columns], logits)
                 of_columns = None if d_bias is None else d_bias[columns]
                 part = _part(ctx.scorer, columns, slices)
@@ -174,7 +174,7 @@ def _forward(
         for index, columns in enumerate(slices):
             logits = scratch.chunk(plan.place(index) if keep else 0, height, _length(columns))
             project(rows[group], weight[columns], None if bias is None else bias[columns], logits)
-            keeping = keep and group == groups[-1] and index >= len(slices) - plan.held
+            keeping = keep and group == groups[-1] and index >= plan.first_held
             part, of_part = _part(scorer, columns, slices), joined.next()
             for local in plan.blocks(height):
                 size = (_length(local), _length(columns))
@@ -182,7 +182,7 @@ def _forward(
                 z = scratch.block(*size) if keeping or given.dtype != stats.dtype else given
                 spare = scratch.spare(*size) if scorer.needs_spare else None
                 block = slice(group.start + local.start, group.start + local.stop)
-                of_part[local] = part.local_stats(given, z, spare, block)
+                of_part[local] = part.local_stats(Block(given, z, spare, block))
         joined.finish()
     outputs, saved = scorer.merge(stats)
     return outputs, saved, scratch.chunks() if keep and plan.rows else rows.new_empty(0, dtype=dtype)
@@ -206,11 +206,9 @@ def _turned(
         block = slice(first + local.start, first + local.stop)
         size = (_length(local), logits.shape[1])
         z = d_logits[local] if in_place else scratch.block(*size)
+        spare = scratch.spare(*size) if part.needs_spare else None
         part.d_logits_(
-            z if in_place else logits[local],
-            z,
-            scratch.spare(*size) if part.needs_spare else None,
-            block,
+            Block(z if in_place else logits[local], z, spare, block),
             tuple(tensor[block] for tensor in saved),
             tuple(g if g is None else g[block] for g in grads),
         )

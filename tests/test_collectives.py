@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from compact_logits import linear_log_probs, log_probs
+from compact_logits.chunks import Block
 from compact_logits.exchange import SequenceSharded
 from compact_logits.projection import score_hidden
 from compact_logits.scorers.log_prob_scorer import LogProbScorer
@@ -97,10 +98,10 @@ def counted_with_one_a_block(rank: int, world: int, chunk_bytes: int | None) -> 
     """What the counts are there to catch: a scorer that merges each block on its own."""
     of_block = LogProbScorer.local_stats
 
-    def local_stats(self: LogProbScorer, logits: Tensor, z: Tensor, spare: Tensor | None, rows: slice) -> Tensor:
-        maximum = logits.amax(dim=1)
+    def local_stats(self: LogProbScorer, block: Block) -> Tensor:
+        maximum = block.logits.amax(dim=1)
         dist.all_reduce(maximum, op=dist.ReduceOp.MAX, group=self.shard.group)
-        return of_block(self, logits, z, spare, rows)
+        return of_block(self, block)
 
     with mock.patch.object(LogProbScorer, "local_stats", local_stats):
         return counted(rank, world, 17, chunk_bytes, "hidden weight", "none")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
+from compact_logits.chunks import Block
 from compact_logits.cli.cpu_model import build_gpt, cpu_megatron
 from compact_logits.megatron import Request
 from compact_logits.megatron.output_layer import armed
@@ -93,8 +94,9 @@ def test_masked_columns_add_nothing_to_the_entropy() -> None:
     for kind in (CompiledLogProbScorer, LogProbScorer):
         scorer = kind(targets, VocabShard(0, VOCAB), 1.0, "loss")
         z = torch.empty_like(logits)
-        outputs, saved = scorer.merge(scorer.local_stats(logits, z, torch.empty_like(z), slice(0, 3)))
-        scorer.d_logits_(logits, z, torch.empty_like(z), slice(0, 3), saved, (torch.ones(3), torch.ones(3)))
+        block = Block(logits, z, torch.empty_like(z), slice(0, 3))
+        outputs, saved = scorer.merge(scorer.local_stats(block))
+        scorer.d_logits_(block, saved, (torch.ones(3), torch.ones(3)))
         results.append((*outputs, z))
     for compiled, eager in zip(*results, strict=True):
         torch.testing.assert_close(compiled, eager)

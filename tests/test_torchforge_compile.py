@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
+from compact_logits.chunks import Block
 from compact_logits.integrations.torchforge import compute_logprobs, compute_logprobs_from_hidden
 from compact_logits.scorers.compiled import CompiledLogProbScorer
 from compact_logits.vocab_parallel import VocabShard
@@ -98,9 +99,10 @@ def test_an_id_of_another_shard_and_a_masked_column_are_as_without_compilation()
             targets=targets, shard=VocabShard(0, 8), temperature=torch.tensor([0.5, 1.0, 2.0]), entropy="none"
         )
         z = torch.empty_like(logits)
-        stats = scorer.local_stats(logits, z, None, slice(0, 3))
+        block = Block(logits, z, None, slice(0, 3))
+        stats = scorer.local_stats(block)
         outputs, saved = scorer.merge(stats)
-        scorer.d_logits_(logits, z, None, slice(0, 3), saved, (torch.ones(3),))
+        scorer.d_logits_(block, saved, (torch.ones(3),))
         results.append((stats, outputs[0], z))
     for compiled, eager in zip(*results, strict=True):
         torch.testing.assert_close(compiled, eager, equal_nan=True)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from compact_logits.chunks import Block
 from compact_logits.scorers.log_prob_scorer import LEAST_EXPONENT, LogProbScorer
 from compact_logits.scorers.temperature import inverse_temperature
 
@@ -25,26 +26,20 @@ class CompiledLogProbScorer(LogProbScorer):
     `sum_p2` has its own two. Without a compiler that works, torch's error reaches the caller.
     """
 
-    def local_stats(self, logits: Tensor, z: Tensor, spare: Tensor | None, rows: slice) -> Tensor:
+    def local_stats(self, block: Block) -> Tensor:
+        logits, z, _, rows = block
         if min(z.shape[0], self.counted.size) < 2:
-            return super().local_stats(logits, z, spare, rows)
+            return super().local_stats(block)
         ids, owned = self._local_targets
         stats, _ = _compiled()
         columns = _no_view(self._counted_columns(logits))
         given = (columns, ids[rows].clone(), owned[rows].clone(), self._temperatures(rows, z))
         return stats(*given, with_entropy=self.entropy != "none", with_squares=self.sum_p2)
 
-    def d_logits_(
-        self,
-        logits: Tensor,
-        z: Tensor,
-        spare: Tensor | None,
-        rows: slice,
-        saved: tuple[Tensor, ...],
-        grads: tuple[Tensor | None, ...],
-    ) -> None:
+    def d_logits_(self, block: Block, saved: tuple[Tensor, ...], grads: tuple[Tensor | None, ...]) -> None:
+        logits, z, _, rows = block
         if min(z.shape[0], self.counted.size) < 2 or grads[0] is None:
-            super().d_logits_(logits, z, spare, rows, saved, grads)
+            super().d_logits_(block, saved, grads)
             return
         if logits is not z:
             z.copy_(logits)

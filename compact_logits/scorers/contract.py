@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from compact_logits.chunks import Block
 
 __all__ = ["Scorer"]
 
@@ -14,8 +17,7 @@ class Scorer(Protocol):
 
     The engine walks blocks of some rows and some columns of this rank's slice. It asks the `part` of each stretch of
     columns for the `local_stats` of each block, joins those of one row with `combine`, then calls `merge` once, where
-    the only collectives are; and in backward each part's `d_logits_` for all blocks. For a block it hands over the
-    logits, which may only be read; `z`, scratch in fp32 that may be those logits themselves; and `spare`, one more.
+    the only collectives are; and in backward each part's `d_logits_` for all blocks.
     """
 
     @property
@@ -45,13 +47,7 @@ class Scorer(Protocol):
         """The scorer of these columns alone; what it needs of `merge` comes from the whole."""
         ...
 
-    def local_stats(
-        self,
-        logits: Tensor,  # (block, columns), fp32 or narrower; read only, unless it is `z`
-        z: Tensor,  # (block, columns) fp32, overwritten
-        spare: Tensor | None,  # (block, columns) fp32 scratch
-        rows: slice,  # which rows the block holds
-    ) -> Tensor:  # (block, stats_width) fp32
+    def local_stats(self, block: Block) -> Tensor:  # (block, stats_width) fp32
         ...
 
     def combine(
@@ -71,10 +67,7 @@ class Scorer(Protocol):
 
     def d_logits_(
         self,
-        logits: Tensor,  # (block, columns), fp32 or narrower; read only, unless it is `z`
-        z: Tensor,  # (block, columns) fp32, overwritten by the gradient of the logits
-        spare: Tensor | None,  # (block, columns) fp32 scratch
-        rows: slice,
+        block: Block,
         saved: tuple[Tensor, ...],  # what merge returned, cut to the block
         grads: tuple[Tensor | None, ...],  # one an output, cut to the block; None where nothing came back
     ) -> None: ...

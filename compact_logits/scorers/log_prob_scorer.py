@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from compact_logits.chunks import Block
 from compact_logits.errors import InputError
 from compact_logits.scorers.passes import affine_, exponentials
 from compact_logits.scorers.temperature import inverse_temperature, tempered
@@ -90,7 +91,8 @@ class LogProbScorer:
     def part(self, columns: slice) -> LogProbScorer:
         return replace(self, shard=self.shard.columns(columns))
 
-    def local_stats(self, logits: Tensor, z: Tensor, spare: Tensor | None, rows: slice) -> Tensor:
+    def local_stats(self, block: Block) -> Tensor:
+        logits, z, spare, rows = block
         stats = z.new_zeros(z.shape[0], self.stats_width)
         if self.counted.size == 0:
             stats[:, 0], stats[:, 2] = -torch.inf, torch.nan
@@ -127,7 +129,9 @@ class LogProbScorer:
         if moment is not None:
             columns.append(moment)
         if self.sum_p2:
-            columns.append(_merged_squares(wide, maximum))
+            squares = (2 * (wide[:, :, 0] - maximum)).exp() * wide[:, :, -1]
+            # A part with no columns has an exponent of -inf, and where none has a finite logit all is NaN anyway.
+            columns.append(torch.where(wide[:, :, 0] > -torch.inf, squares, 0.0).sum(dim=0))
         return torch.stack(columns, dim=1).to(parts.dtype)
 
     def merge(self, stats: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
@@ -139,21 +143,18 @@ class LogProbScorer:
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """`merge` of statistics that have been gathered already."""
         # In fp64, which costs nothing for a few numbers a row, so that each result is rounded once.
-        wide = ranks.double()
-        selected = self.selected(wide)
-        moments = None if self.entropy == "none" else wide[:, :, 3]
-        maximum, sum_exp, moment = merge_softmax(wide[:, :, 0], wide[:, :, 1], moments)
+        maximum, sum_exp, selected, *others = self.combine(ranks.double()).unbind(dim=1)
         log_sum = sum_exp.log()
         log_prob = (selected - maximum) - log_sum
         # A NaN log-prob must not come back with a gradient that looks like a number.
         inverse_sum = sum_exp.reciprocal().masked_fill(selected.isnan(), torch.nan)
         outputs, saved = [log_prob], [maximum, inverse_sum]
-        if moment is not None:
-            mean = moment / sum_exp
+        if self.entropy != "none":
+            mean = others[0] / sum_exp
             outputs.append(log_sum - mean)
             saved.append(-mean)
         if self.sum_p2:
-            outputs.append(_merged_squares(wide, maximum) / sum_exp.square())
+            outputs.append(others[-1] / sum_exp.square())
         return tuple(o.to(ranks.dtype) for o in outputs), tuple(s.to(ranks.dtype) for s in saved)
 
     def selected(
@@ -165,15 +166,8 @@ class LogProbScorer:
         owned = ~of_ranks.isnan()  # NaN stands for "not mine"
         return torch.where(owned, of_ranks, 0.0).sum(dim=0).masked_fill_(owned.sum(dim=0) != 1, torch.nan)
 
-    def d_logits_(
-        self,
-        logits: Tensor,
-        z: Tensor,
-        spare: Tensor | None,
-        rows: slice,
-        saved: tuple[Tensor, ...],
-        grads: tuple[Tensor | None, ...],
-    ) -> None:
+    def d_logits_(self, block: Block, saved: tuple[Tensor, ...], grads: tuple[Tensor | None, ...]) -> None:
+        logits, z, spare, rows = block
         if self.counted.size < z.shape[1]:
             z[:, self.counted.size :] = 0.0
         if self.counted.size == 0:
@@ -217,16 +211,6 @@ class LogProbScorer:
         # One id a row, so reading, adding and writing back is exact and deterministic where scatter_add_ is not.
         ids, owned = (tensor[rows] for tensor in self._local_targets)
         z.scatter_(1, ids[:, None], z.gather(1, ids[:, None]) + values.masked_fill(~owned, 0.0)[:, None])
-
-
-def _merged_squares(
-    parts: Tensor,  # (parts, rows, stats_width)
-    maximum: Tensor,  # (rows,)
-) -> Tensor:  # (rows,)
-    """The sum of the squared exponentials, shifted by the maximum of all."""
-    squares = (2 * (parts[:, :, 0] - maximum)).exp() * parts[:, :, -1]
-    # A part with no columns has an exponent of -inf, and where none has a finite logit all is NaN anyway.
-    return torch.where(parts[:, :, 0] > -torch.inf, squares, 0.0).sum(dim=0)
 
 
 def check_entropy(entropy: str) -> None:

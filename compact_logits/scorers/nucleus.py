@@ -9,6 +9,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from compact_logits.chunks import Block
 from compact_logits.errors import InputError
 from compact_logits.scorers.log_prob_scorer import LogProbScorer
 from compact_logits.scorers.temperature import inverse_temperature
@@ -92,14 +93,13 @@ class NucleusScorer:
     def part(self, columns: slice) -> NucleusScorer:
         return replace(self, base=self.base.part(columns))
 
-    def local_stats(self, logits: Tensor, z: Tensor, spare: Tensor | None, rows: slice) -> Tensor:
-        block = self._entries.of_rows(rows)
-        padded = z.new_full((z.shape[0], max(block.width, 1)), -torch.inf)
-        padded[block.row, block.place] = block.logits(logits, z.dtype, self.base, rows)
+    def local_stats(self, block: Block) -> Tensor:
+        entries, z = self._entries.of_rows(block.rows), block.z
+        padded = z.new_full((z.shape[0], max(entries.width, 1)), -torch.inf)
+        padded[entries.row, entries.place] = entries.logits(block, self.base)
         maximum = padded.amax(dim=1)
         sum_exp = padded.sub_(maximum.masked_fill(maximum == -torch.inf, 0.0)[:, None]).exp_().sum(dim=1)
-        of_base = self.base.local_stats(logits, z, spare, rows)
-        return torch.cat([of_base, torch.stack([maximum, sum_exp], dim=1)], dim=1)
+        return torch.cat([self.base.local_stats(block), torch.stack([maximum, sum_exp], dim=1)], dim=1)
 
     def combine(self, parts: Tensor) -> Tensor:
         maximum, sum_exp, _ = merge_softmax(parts[:, :, -2].double(), parts[:, :, -1].double())
@@ -118,27 +118,19 @@ class NucleusScorer:
         log_prob = torch.where(self._entries.recorded, replayed, outputs[0])
         return (log_prob, *outputs[1:]), (*saved, maximum, log_sum, replayed)
 
-    def d_logits_(
-        self,
-        logits: Tensor,
-        z: Tensor,
-        spare: Tensor | None,
-        rows: slice,
-        saved: tuple[Tensor, ...],
-        grads: tuple[Tensor | None, ...],
-    ) -> None:
-        block = self._entries.of_rows(rows)
+    def d_logits_(self, block: Block, saved: tuple[Tensor, ...], grads: tuple[Tensor | None, ...]) -> None:
+        rows, entries = block.rows, self._entries.of_rows(block.rows)
         *of_base, maximum, log_sum, log_prob = saved
-        of_entries = block.logits(logits, z.dtype, self.base, rows)
+        logits = entries.logits(block, self.base)
         recorded = self._entries.recorded[rows]
         everywhere = None if grads[0] is None else grads[0].masked_fill(recorded, 0.0)
-        self.base.d_logits_(logits, z, spare, rows, tuple(of_base), (everywhere, *grads[1:]))
+        self.base.d_logits_(block, tuple(of_base), (everywhere, *grads[1:]))
         if grads[0] is None:
             return
         scaled = grads[0].masked_fill(~recorded, 0.0) * inverse_temperature(self.base.temperature, rows, grads[0])
-        others = (of_entries - maximum[block.row] - log_sum[block.row]).exp() * -scaled[block.row]
-        z.index_put_((block.row, block.local_id), others, accumulate=True)
-        self.base.add_at_target_(z, rows, scaled * -torch.expm1(log_prob))
+        others = (logits - maximum[entries.row] - log_sum[entries.row]).exp() * -scaled[entries.row]
+        block.z.index_put_((entries.row, entries.local_id), others, accumulate=True)
+        self.base.add_at_target_(block.z, rows, scaled * -torch.expm1(log_prob))
 
 
 @dataclass(frozen=True)
@@ -184,15 +176,9 @@ class _LocalEntries:
             width=max((stop - start for start, stop in pairwise(bounds)), default=0),
         )
 
-    def logits(
-        self,
-        logits: Tensor,  # (block, columns)
-        dtype: torch.dtype,
-        base: LogProbScorer,
-        rows: slice,
-    ) -> Tensor:  # (entries,) of `dtype`
+    def logits(self, block: Block, base: LogProbScorer) -> Tensor:  # (entries,) of the scratch's dtype
         """The tempered logits of the entries, -inf for the target, which is counted apart."""
-        temperature = base.temperature
+        temperature, dtype = base.temperature, block.z.dtype
         if isinstance(temperature, Tensor):
-            temperature = temperature[rows].to(dtype)[self.row]
-        return (logits[self.row, self.local_id].to(dtype) / temperature).masked_fill_(~self.other, -torch.inf)
+            temperature = temperature[block.rows].to(dtype)[self.row]
+        return (block.logits[self.row, self.local_id].to(dtype) / temperature).masked_fill_(~self.other, -torch.inf)

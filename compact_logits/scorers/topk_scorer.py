@@ -8,6 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from compact_logits.chunks import Block
 from compact_logits.scorers.temperature import inverse_temperature, tempered
 from compact_logits.scorers.topk_stats import (
     add_at_,
@@ -105,7 +106,8 @@ class TopKScorer:
         part.__dict__["_listed"] = self._listed  # found once for all parts
         return part
 
-    def local_stats(self, logits: Tensor, z: Tensor, spare: Tensor | None, rows: slice) -> Tensor:
+    def local_stats(self, block: Block) -> Tensor:
+        logits, z, _, rows = block
         # Columns: what `_sums` says, the slice's top k logits, the logits at the teacher's ids, their places in it.
         stats = z.new_zeros(z.shape[0], self.stats_width)
         top, at_ids, places = stats[:, self._sums :].split(self._k, dim=1)
@@ -181,15 +183,8 @@ class TopKScorer:
         loss = (head + tail).clamp(min=0.0)
         return (loss, *metrics, head, tail, student_tail, teacher_tail), (maximum, total, *factors)
 
-    def d_logits_(
-        self,
-        logits: Tensor,
-        z: Tensor,
-        spare: Tensor | None,
-        rows: slice,
-        saved: tuple[Tensor, ...],
-        grads: tuple[Tensor | None, ...],
-    ) -> None:
+    def d_logits_(self, block: Block, saved: tuple[Tensor, ...], grads: tuple[Tensor | None, ...]) -> None:
+        logits, z, _, rows = block
         d_loss = grads[0]
         if self.shard.size == 0:
             return
