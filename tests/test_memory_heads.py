@@ -118,12 +118,17 @@ def test_a_fused_weight_gradient_is_in_neither_path() -> None:
 
 
 def test_a_nucleus_is_not_a_mask_on_the_compact_path() -> None:
-    mask = SIZE.rows * SIZE.vocab
+    """Its bytes follow the ids that are listed, whatever the vocabulary; a mask's follow the vocabulary."""
     full, compact = (
-        simulate(replace(SIZE, nucleus_ids=9), path).forward - simulate(SIZE, path).forward  # type: ignore[arg-type]
+        [
+            simulate(replace(size, nucleus_ids=9), path).forward - simulate(size, path).forward  # type: ignore[arg-type]
+            for size in (SIZE, replace(SIZE, vocab=4 * SIZE.vocab))
+        ]
         for path in ("full", "compact")
     )
-    assert full > mask and compact < mask / 40
+    assert full[0] > SIZE.rows * SIZE.vocab and full[1] > 3.9 * full[0]
+    entries = SIZE.kept * 9
+    assert 8 * entries <= compact[1] <= compact[0] <= 8 * 6 * entries
 
 
 def test_one_full_shard_costs_the_padding_of_the_others() -> None:
