@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -112,7 +113,11 @@ def dense(
     data: Data,
     dtype: torch.dtype,
 ) -> dict[str, Any]:
-    """Every output and every gradient of the kept rows, by plain code in `dtype`; off the kept rows all is zero."""
+    """Every output and every gradient of the kept rows, by plain code in `dtype`; off the kept rows all is zero.
+
+    On several ranks it rounds each rank's part of the hidden states' gradient, and then adds them up in `dtype`:
+    so does this one, with one product a shard.
+    """
     rows = kept_rows(example)
     named = {"hidden": data.hidden[rows], "weight": data.weight, "bias": data.bias, "logits": data.logits[rows]}
     if example.given == "hidden":
@@ -120,7 +125,7 @@ def dense(
     else:
         named = {"logits": named["logits"]}
     leaves = {n: None if t is None else t.detach().to(dtype).clone().requires_grad_() for n, t in named.items()}
-    logits = leaves["logits"] if example.given == "logits" else torch.nn.functional.linear(*leaves.values())
+    logits = leaves["logits"] if example.given == "logits" else _projected(example.cuts, **leaves)
     temperature = data.temperature_of(rows)
     if isinstance(temperature, Tensor):
         temperature = temperature.to(torch.promote_types(dtype, torch.float32))
@@ -145,6 +150,12 @@ def dense(
     loss.backward()
     gradients = {f"d_{n}": leaf.grad for n, leaf in leaves.items() if leaf is not None and n in example.trained}
     return {name: output.detach() for name, output in outputs.items()} | gradients
+
+
+def _projected(cuts: tuple[int, ...], hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:  # (rows, vocab)
+    shards = [slice(*ends) for ends in pairwise(cuts)]
+    linear = torch.nn.functional.linear
+    return torch.cat([linear(hidden, weight[own], None if bias is None else bias[own]) for own in shards], dim=1)
 
 
 def clamp_of(example: Example) -> float | None:
