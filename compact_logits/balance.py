@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from compact_logits.errors import InputError
+from compact_logits.first_order import first_order
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -153,7 +153,7 @@ class _Exchange(torch.autograd.Function):
         return _all_to_all(values, sent, received, group)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, d_values: Tensor) -> tuple[Tensor | None, ...]:
         return _all_to_all(d_values, ctx.received, ctx.sent, ctx.group), None, None, None
 

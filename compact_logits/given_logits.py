@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from einops import rearrange
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from compact_logits.chunks import Block, Scratch, plan_blocks, work_dtype
+from compact_logits.first_order import first_order
 
 if TYPE_CHECKING:
     from compact_logits.scorers.contract import Scorer
@@ -63,7 +63,7 @@ class _ScoreLogits(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         logits, *rest = ctx.saved_tensors
         saved = rest[len(ctx.scorer.inputs) :]

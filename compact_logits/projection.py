@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from compact_logits.chunk_product import narrowed, project, wide_dtype
 from compact_logits.chunks import Block, ChunkPlan, Scratch, plan_chunks, work_dtype
 from compact_logits.exchange import Local, Replicated, RowExchange
+from compact_logits.first_order import edge_of, first_order
 from compact_logits.hidden_grad import HiddenGrad
 from compact_logits.joined_stats import JoinedStats
 from compact_logits.weight_grad import ReturnedWeightGrad, WeightGrad
@@ -71,7 +71,10 @@ def score_hidden(
     inputs = [tensor for tensor in (hidden, weight, bias) if tensor is not None]
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs):
         grad_of_weight = ReturnedWeightGrad() if weight_grad is None else weight_grad
-        return _ScoreHidden.apply(hidden, weight, bias, scorer, exchange, grad_of_weight, chunk_bytes, dtype, plan)
+        # Where forward gathers rows and saves those, not `hidden` itself. In a tuple, it is no input of the node.
+        edge = (None if isinstance(exchange, Local | Replicated) else edge_of(hidden),)
+        options = (exchange, grad_of_weight, chunk_bytes, dtype, plan, edge)
+        return _ScoreHidden.apply(hidden, weight, bias, scorer, *options)
     with torch.no_grad():
         rows = exchange.gather(hidden)
         plan = plan or plan_chunks(rows.shape[0], weight.shape[0], dtype, rows.device, chunk_bytes)
@@ -93,11 +96,12 @@ class _ScoreHidden(torch.autograd.Function):
         chunk_bytes: int | None,
         dtype: torch.dtype,
         plan: ChunkPlan | None,
+        edge: tuple[Tensor | None],
     ) -> tuple[Tensor, ...]:
         rows = exchange.gather(hidden)
         plan = plan or plan_chunks(rows.shape[0], weight.shape[0], dtype, rows.device, chunk_bytes)
         outputs, saved, left = _forward(rows, weight, bias, scorer, plan, dtype, keep=True)
-        ctx.save_for_backward(rows, weight, bias, left, *scorer.inputs, *saved)
+        ctx.save_for_backward(rows, weight, bias, left, *edge, *scorer.inputs, *saved)
         ctx.spent = False
         ctx.scorer, ctx.exchange, ctx.weight_grad, ctx.plan = scorer, exchange, weight_grad, plan
         ctx.set_materialize_grads(False)
@@ -105,9 +109,9 @@ class _ScoreHidden(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        rows, weight, bias, left, *rest = ctx.saved_tensors
+        rows, weight, bias, left, _, *rest = ctx.saved_tensors
         saved = rest[len(ctx.scorer.inputs) :]
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         plan: ChunkPlan = ctx.plan
@@ -150,7 +154,7 @@ class _ScoreHidden(torch.autograd.Function):
             wait() if wait is not None else None,
             ctx.weight_grad.finish() if needs_weight else None,
             d_bias.to(bias.dtype) if d_bias is not None else None,
-            *[None] * 6,
+            *[None] * 7,
         )
 
 

@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from einops import rearrange, repeat
 from torch import Tensor
 
+from compact_logits.first_order import first_order
+
 __all__ = ["ContiguousAttention", "ZigzagAttention", "packed_positions"]
 
 
@@ -132,6 +134,7 @@ class _GatherRows(torch.autograd.Function):
         return torch.cat(parts)
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         total = grad.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=ctx.group)

@@ -9,6 +9,8 @@ import torch.distributed as dist
 from einops import rearrange
 from torch import Tensor
 
+from compact_logits.first_order import first_order
+
 __all__ = ["dense_log_probs"]
 
 
@@ -51,5 +53,6 @@ class _SumOverRanks(torch.autograd.Function):
         return total
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compact_logits.errors import InputError
+from compact_logits.first_order import first_order
 from compact_logits.memory import HeadBytes, HeadSize, StorageBytes, simulate
 
 __all__ = ["Path", "Policy", "head_bytes", "largest_micro_batch"]
@@ -148,6 +149,7 @@ class _MegatronLinear(torch.autograd.Function):
         return F.linear(hidden, weight)
 
     @staticmethod
+    @first_order
     def backward(
         ctx: Any,
         grad: Tensor,  # (sequence, batch, vocab_local)
@@ -172,6 +174,7 @@ class _GatherVocabulary(torch.autograd.Function):
         return torch.cat(received.chunk(ranks), dim=-1)
 
     @staticmethod
+    @first_order
     def backward(
         ctx: Any,
         grad: Tensor,  # (sequence, batch, vocab)
