@@ -50,20 +50,23 @@ def topk_kl(
     """`sum_k q_k (log q_k - log p_k)` over the teacher's ids, `"loss"` differentiable, under the names of `TopKKL`.
 
     `q` is the teacher as given, `p = softmax(logits / temperature)`; each entry counts, an id listed twice twice. The
-    clamp bounds both log-probs from below. With `tail`, all ids that are not listed are one category more, of mass
-    `q_0 = max(1 - sum_k q_k, 0)` and `p_0`: plus `q_0 (log q_0 - log max(p_0, tail_mass_eps))`; of entries with one id
-    the first counts then, and those of -inf list nothing. The tail-aware loss is never negative; what rounding and the
-    guard leave below zero is reported as zero, with the gradient it has.
+    clamp bounds both log-probs from below, before anything is counted; where the teacher's is NaN, so are loss and
+    gradient, also if the student's is below the clamp. With `tail`, all ids that are not listed are one category more,
+    of mass `q_0 = max(1 - sum_k q_k, 0)` and `p_0`: plus `q_0 (log q_0 - log max(p_0, tail_mass_eps))`; of entries with
+    one id the first counts then, and those of -inf list nothing. The tail-aware loss is never negative; what rounding
+    and the guard leave below zero is reported as zero, with the gradient it has.
     """
     work = torch.promote_types(logits.dtype, torch.float32)
     z = logits.to(work) / (temperature[..., None] if isinstance(temperature, Tensor) else temperature)
     log_p = torch.log_softmax(z, dim=-1)
     log_q, log_p_k = teacher_log_probs.to(work), log_p.gather(-1, teacher_ids)
+    compared = log_p_k
     if log_prob_min_clamp is not None:
         log_q, log_p_k = log_q.clamp(min=log_prob_min_clamp), log_p_k.clamp(min=log_prob_min_clamp)
+        compared = torch.where(log_q.isnan(), compared, log_p_k)
     counted = _first_given(log_q, teacher_ids) if tail else torch.ones_like(teacher_ids, dtype=torch.bool)
     q = log_q.exp().masked_fill(~counted, 0.0)
-    terms = torch.where(q == 0, 0.0, q * (log_q - log_p_k))
+    terms = torch.where(q == 0, 0.0, q * (log_q - compared))
     top = z.topk(teacher_ids.shape[-1], dim=-1).indices
     shared = (teacher_ids[..., :, None] == top[..., None, :]).any(dim=-1) & counted
     count = shared.sum(dim=-1)

@@ -158,6 +158,24 @@ def test_an_id_that_no_shard_has_gives_no_number(rank_pool: RankPool) -> None:
         assert bool(gradient[::2].isfinite().all())
 
 
+def a_teacher_not_a_number(rank: int, world: int, clamp: float | None) -> tuple[torch.Tensor, torch.Tensor]:
+    shard = shard_of(rank, [0, 20, 40])
+    case = spread_case(3)
+    log_probs = case.log_probs.clone()
+    log_probs[0, K - 1] = torch.nan  # an id of the second rank's
+    z = case.logits.detach()[:, shard.start : shard.stop].clone().requires_grad_()
+    loss = topk_kl(z, log_probs, case.ids, shard=shard, log_prob_min_clamp=clamp).loss
+    loss.sum().backward()
+    return loss.detach(), z.grad
+
+
+@pytest.mark.parametrize("clamp", [None, -0.01])
+def test_a_teacher_that_is_not_a_number_gives_none_on_any_rank(rank_pool: RankPool, clamp: float | None) -> None:
+    for loss, gradient in rank_pool.run(2, a_teacher_not_a_number, clamp):
+        assert loss.isnan().tolist() == gradient.isnan().all(dim=1).tolist() == [True, False, False]
+        assert bool(gradient[1:].isfinite().all())
+
+
 def from_hidden(rank: int, world: int, cuts: list[int], tail: bool) -> tuple[torch.Tensor, ...]:
     shard = shard_of(rank, cuts)
     hidden, weight, bias, case = a_head()

@@ -189,3 +189,23 @@ def test_a_teacher_that_is_not_a_number_gives_no_number(tail: bool) -> None:
     out.loss.sum().backward()
     assert out.loss.isnan().tolist() == case.logits.grad.isnan().any(1).tolist() == [False, False, True, False]
     assert bool(reference.topk_kl(case.logits, log_probs, case.ids, tail=tail)["loss"][2].isnan())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_teacher_that_is_not_a_number_gives_no_gradient_under_a_clamp(dtype: torch.dtype) -> None:
+    case = topk_case(4, vocab=11, k=3, dtype=dtype)
+    log_probs = case.log_probs.clone()
+    log_probs[2, 1] = torch.nan
+    settings = {"log_prob_min_clamp": -0.1}  # every student's log-prob is below it
+    out = topk_kl(case.logits, log_probs, case.ids, **settings)
+    out.loss.sum().backward()
+    logits = case.logits.detach().clone().requires_grad_()
+    plain = reference.topk_kl(logits, log_probs, case.ids, **settings)
+    plain["loss"].sum().backward()
+    nowhere_else = [False, False, True, False]
+    for loss, gradient in ((out.loss, case.logits.grad), (plain["loss"], logits.grad)):
+        assert loss.isnan().tolist() == gradient.isnan().all(1).tolist() == gradient.isnan().any(1).tolist()
+        assert loss.isnan().tolist() == nowhere_else
+    for name in ("student_mass", "teacher_mass"):
+        torch.testing.assert_close(getattr(out, name), plain[name], equal_nan=True)
+    assert bool((out.student_mass == out.student_mass[0]).all()), "counted after the clamp, of the student's own too"

@@ -29,11 +29,11 @@ class TopKScorer:
     """`sum_k q_k (log q_k - log p_k)` over the teacher's ids, `q` the teacher and `p` the student over the vocabulary.
 
     Gradient: `d / dz_j = Q p_j - sum_{k: id_k = j} q_k`, with `Q` the sum of `q_k`; where a student log-prob is below
-    the clamp, its `q_k` is missing from both. Tail-aware, with `q_0 = 1 - sum_k q_k` and `p_0` the sum of `p_j` over
-    the ids not listed: plus `q_0 (log q_0 - log max(p_0, eps))`, and where `p_0 > eps` the gradient gains `q_0 p_j`,
-    less `q_0 p_j / p_0` at the ids not listed. That needs `p_0` itself, whose sum therefore leaves the listed ids out:
-    one minus the listed ones is zero in fp32 from 6e-8 down. A category is there once: of several entries with one id
-    the first counts, and an entry of `log q_k = -inf` lists nothing, as the teacher did not give it.
+    the clamp, its `q_k` is missing from both, unless that is NaN. Tail-aware, with `q_0 = 1 - sum_k q_k` and `p_0` the
+    sum of `p_j` over the ids not listed: plus `q_0 (log q_0 - log max(p_0, eps))`, and where `p_0 > eps` the gradient
+    gains `q_0 p_j`, less `q_0 p_j / p_0` at the ids not listed. That needs `p_0` itself, whose sum therefore leaves the
+    listed ids out: one minus the listed ones is zero in fp32 from 6e-8 down. A category is there once: of several
+    entries with one id the first counts, and one of `log q_k = -inf` lists nothing, as the teacher did not give it.
 
     Outputs: loss, student mass, teacher mass, overlap count, overlap-token advantage; tail-aware also the head's and
     the tail's part of the loss, the student's and the teacher's tail mass. The loss alone is differentiable.
@@ -153,7 +153,7 @@ class TopKScorer:
         owned = self.shard.local_ids(self.teacher_ids)[1]
         counted = owned & self._listed
         q, log_q = self._teacher(slice(None))
-        log_p, active = self._clamped(_log_probs(at_ids, maximum, total))
+        log_p, active = self._clamped(_log_probs(at_ids, maximum, total), log_q)
         # A teacher's log-prob of -inf is an entry that it did not give: q log q is 0 there, not NaN. One that is NaN
         # itself stays so.
         terms = torch.where((q != 0) & owned, q * (log_q - log_p), 0.0)
@@ -196,14 +196,15 @@ class TopKScorer:
         teacher_ids = self.teacher_ids[rows]
         ids, owned = self.shard.local_ids(teacher_ids)
         log_p = _log_probs(logits.gather(1, ids), maximum, total)
-        _, active = self._clamped(log_p)
+        q, log_q = self._teacher(rows)
+        _, active = self._clamped(log_p, log_q)
         d_row = d_loss * inverse_temperature(self.temperature, rows, d_loss)
         torch.sub(logits, maximum[:, None], out=z).exp_()
         # The listed ids apart from the others: their two terms nearly cancel, or are nothing beside the others' factor.
         once = self._listed[rows] if self.tail else first_of_each_id(teacher_ids)
         clear_at_(z, ids, owned & self._listed[rows])
         at_ids = (log_p.exp() * of_listed[:, None]).masked_fill_(~once, 0.0)
-        at_ids -= self._teacher(rows)[0].masked_fill_(~active, 0.0)
+        at_ids -= q.masked_fill_(~active, 0.0)
         z.mul_((d_row * of_others / total)[:, None])
         add_at_(z, ids, owned, (at_ids * d_row[:, None]).to(z.dtype))
 
@@ -214,10 +215,12 @@ class TopKScorer:
     def _clamped(
         self,
         log_p: Tensor,  # (rows, k)
+        log_q: Tensor,  # (rows, k), the teacher's
     ) -> tuple[Tensor, Tensor]:  # clamped (rows, k); where the gradient passes (rows, k) bool
         if self.log_prob_min_clamp is None:
             return log_p, torch.ones_like(log_p, dtype=torch.bool)
-        return log_p.clamp(min=self.log_prob_min_clamp), log_p > self.log_prob_min_clamp
+        passes = (log_p > self.log_prob_min_clamp) | log_q.isnan()
+        return log_p.clamp(min=self.log_prob_min_clamp), passes
 
 
 def _log_probs(
