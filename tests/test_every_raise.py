@@ -57,7 +57,7 @@ def strings(source: str) -> list[str]:
 
 
 @cache
-def tested() -> str:
+def words_of_the_tests() -> str:
     here = Path(__file__)
     return "\n".join(t for path in (ROOT / "tests").rglob("*.py") if path != here for t in strings(path.read_text()))
 
@@ -75,7 +75,10 @@ def without_a_test(raises: list[Raise], every: tuple[Raise, ...], told: str) -> 
 
 @pytest.mark.parametrize("module", MODULES)
 def test_every_raise_has_a_test_of_its_words(module: str) -> None:
-    assert without_a_test([each for each in all_raises() if each.module == module], all_raises(), tested()) == []
+    assert (
+        without_a_test([each for each in all_raises() if each.module == module], all_raises(), words_of_the_tests())
+        == []
+    )
 
 
 def test_what_would_be_missing() -> None:
