@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from compact_logits.errors import ConfigError
+from compact_logits.host_values import shown
 
 __all__ = ["DEFAULT_CHUNK_BYTES", "Config", "parse_bytes"]
 
@@ -23,13 +24,15 @@ _UNITS = {"": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 def parse_bytes(text: str) -> int:
     """Return the number of bytes that `text` names: a whole number, or one with KiB, MiB or GiB behind it.
 
-    Raises `ConfigError` for anything else and for zero.
+    Raises `ConfigError` for anything else, for zero and from 8 EiB on.
     """
-    match = re.fullmatch(r"\s*(\d+)\s*([a-zA-Z]*)\s*", text)
-    unit = _UNITS.get(match[2].lower()) if match else None
-    if match is None or unit is None or int(match[1]) == 0:
-        raise ConfigError(f"a byte count must be a positive whole number, or one with KiB, MiB or GiB, got {text!r}")
-    return int(match[1]) * unit
+    match = re.fullmatch(r"\s*(\d{1,19})\s*([a-zA-Z]*)\s*", text)
+    count = int(match[1]) * _UNITS.get(match[2].lower(), 0) if match else 0
+    if not 0 < count < 2**63:
+        raise ConfigError(
+            f"a byte count must be a positive whole number, or one with KiB, MiB or GiB, got {shown(text)}"
+        )
+    return count
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,7 @@ class Config:
             )
         value = environ.get(_PREFIX, "").strip().lower()
         if value not in _MODES:
-            raise ConfigError(f"COMPACT_LOGITS must be unset, 0, 1 or strict, got {environ[_PREFIX]!r}")
+            raise ConfigError(f"COMPACT_LOGITS must be unset, 0, 1 or strict, got {shown(environ[_PREFIX])}")
         chunk_bytes = environ.get(f"{_PREFIX}_CHUNK_BYTES")
         try:
             parsed = DEFAULT_CHUNK_BYTES if chunk_bytes is None else parse_bytes(chunk_bytes)
@@ -84,5 +87,5 @@ class Config:
 def _switch(environ: Mapping[str, str], name: str, default: str) -> bool:
     value = environ.get(name, default).strip()
     if value not in ("0", "1"):
-        raise ConfigError(f"{name} must be unset, 0 or 1, got {environ[name]!r}")
+        raise ConfigError(f"{name} must be unset, 0 or 1, got {shown(environ[name])}")
     return value == "1"

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from compact_logits.errors import InputError
+from compact_logits.host_values import as_index, shown
 
 __all__ = ["RowSelection", "scatter", "select"]
 
@@ -132,15 +133,26 @@ class RowSelection:
         return tuple(torch.searchsorted(self.host_indices, starts).diff().tolist())
 
     def of_shard(self, rank: int, shards: int) -> Tensor:  # (counts(shards)[rank],) int64, on the device of `indices`
-        """The kept rows of one sequence-parallel shard, counted from the shard's first row."""
+        """The kept rows of one sequence-parallel shard, counted from the shard's first row.
+
+        Raises `InputError` as `counts` does, and where there is no such shard.
+        """
         counts = self.counts(shards)
-        start = sum(counts[:rank])
-        return self.indices[start : start + counts[rank]] - rank * self._rows_per_shard(shards)
+        place = as_index(rank)
+        if place is None or not 0 <= place < len(counts):
+            raise InputError(
+                f"there are the shards 0 to {len(counts) - 1}, got {shown(rank)}; pass the rank in the group"
+            )
+        start = sum(counts[:place])
+        return self.indices[start : start + counts[place]] - place * self._rows_per_shard(shards)
 
     def _rows_per_shard(self, shards: int) -> int:
-        if shards < 1 or self.num_rows % shards:
-            raise InputError(f"{self.num_rows} rows do not divide into {shards} sequence-parallel shards; pad them")
-        return self.num_rows // shards
+        count = as_index(shards)
+        if count is None or count < 1 or self.num_rows % count:
+            raise InputError(
+                f"{self.num_rows} rows do not divide into {shown(shards)} sequence-parallel shards; pad them"
+            )
+        return self.num_rows // count
 
 
 def select(
@@ -156,5 +168,13 @@ def scatter(
     indices: Tensor,  # (kept,) int64, distinct
     num_rows: int,
 ) -> Tensor:  # (rows, ...), own storage
-    """The inverse of `select`: a new tensor, `values` at `indices` and exactly 0.0 elsewhere."""
-    return values.new_zeros(num_rows, *values.shape[1:]).index_copy(0, indices, values)
+    """The inverse of `select`: a new tensor, `values` at `indices` and exactly 0.0 elsewhere.
+
+    Raises `InputError` where `num_rows` is no number of rows.
+    """
+    total = as_index(num_rows)
+    if total is None or total < 0:
+        raise InputError(
+            f"num_rows must be a whole number, 0 or more, got {shown(num_rows)}; pass how many rows there were"
+        )
+    return values.new_zeros(total, *values.shape[1:]).index_copy(0, indices, values)

@@ -4,16 +4,17 @@ and host values only, so that no rank waits for a device and none goes on where 
 from __future__ import annotations
 
 import math
-from numbers import Real
 
 import torch
 from torch import Tensor
 
 from compact_logits.errors import InputError
+from compact_logits.host_values import as_float, as_index, shown
 from compact_logits.vocab_parallel import VocabShard
 
 __all__ = [
     "check_chunk_bytes",
+    "check_flag",
     "check_head",
     "check_logits",
     "check_row_ids",
@@ -32,7 +33,7 @@ _LEAST_TEMPERATURE = 1e-30
 def check_tensor(name: str, value: object) -> None:
     """Raise `InputError` unless `value` is a dense tensor, plain or a DTensor."""
     if not isinstance(value, Tensor):
-        raise InputError(f"needed a tensor as {name}, got {_shown(value)}")
+        raise InputError(f"needed a tensor as {name}, got {shown(value)}")
     if value.layout != torch.strided or value.is_nested:
         form = "a nested tensor" if value.is_nested else f"one of {value.layout}"
         raise InputError(f"needed a dense tensor as {name}, got {form}; pass rows of one width, as {name}.to_dense()")
@@ -98,7 +99,7 @@ def check_logits(
 
 def _checked_shard(vocab_local: int, shard: VocabShard | None, name: str) -> VocabShard:
     if shard is not None and not isinstance(shard, VocabShard):
-        raise InputError(f"needed a VocabShard or None as shard, got {_shown(shard)}")
+        raise InputError(f"needed a VocabShard or None as shard, got {shown(shard)}")
     if shard is not None and shard.size != vocab_local:
         raise InputError(
             f"the shard [{shard.start}, {shard.stop}) holds {shard.size} ids but {name} has {vocab_local}; "
@@ -133,22 +134,22 @@ def check_row_ids(
 
 
 def check_vocab_size(
-    vocab_size: int | None,  # how many ids are real; those from there on are padding
+    vocab_size: object,  # how many ids are real; those from there on are padding
     targets: Tensor,  # (...) int64
     shard: VocabShard | None = None,  # None where it is not known yet
-) -> None:
-    """Raise `InputError` unless `vocab_size` is a positive number that the vocabulary holds, or `None` for all of it,
-    and the targets' host values are below it."""
+) -> int | None:
+    """`vocab_size` as a plain number. Raises `InputError` unless it is a positive one that the vocabulary holds, or
+    `None` for all of it, and the targets' host values are below it."""
     if vocab_size is None:
-        return
-    if isinstance(vocab_size, bool) or not isinstance(vocab_size, int) or vocab_size < 1:
-        raise InputError(f"vocab_size must be a positive whole number of ids or None, got {vocab_size!r}")
-    if shard is not None and not shard.sharded and vocab_size > shard.size:
-        raise InputError(f"vocab_size is {vocab_size}, but there are only {shard.size} columns")
-    if targets.device.type == "cpu" and targets.numel() and int(targets.max()) >= vocab_size:
-        raise InputError(
-            f"targets must be below vocab_size, {vocab_size}, got {int(targets.max())}: that id is padding"
-        )
+        return None
+    size = as_index(vocab_size)
+    if size is None or size < 1:
+        raise InputError(f"vocab_size must be a positive whole number of ids or None, got {shown(vocab_size)}")
+    if shard is not None and not shard.sharded and size > shard.size:
+        raise InputError(f"vocab_size is {size}, but there are only {shard.size} columns")
+    if targets.device.type == "cpu" and targets.numel() and int(targets.max()) >= size:
+        raise InputError(f"targets must be below vocab_size, {size}, got {int(targets.max())}: that id is padding")
+    return size
 
 
 def check_temperature(
@@ -157,7 +158,6 @@ def check_temperature(
     device: torch.device | None = None,  # of the rows, where it is known
 ) -> None:
     """Raise `InputError` unless the temperature is a number from 1e-30 on, one for all or one a row, and a constant."""
-    given: object = temperature
     if isinstance(temperature, Tensor):
         if tuple(temperature.shape) != tuple(shape) or not temperature.is_floating_point():
             raise InputError(
@@ -171,12 +171,14 @@ def check_temperature(
         if temperature.device.type != "cpu" or temperature.numel() == 0:
             return
         low, high = float(temperature.min()), float(temperature.max())
-    elif not isinstance(given, bool) and isinstance(given, Real):
-        low = high = float(given)
+        got = str(high if low > 0 else low)
     else:
-        raise InputError(f"the temperature must be a number, or a tensor of one a row, got {_shown(given)}")
+        number = as_float(temperature)
+        if number is None:
+            raise InputError(f"the temperature must be a number, or a tensor of one a row, got {shown(temperature)}")
+        low, high, got = number, number, shown(temperature)
     if not (low > 0 and math.isfinite(high)):
-        raise InputError(f"the temperature must be positive and finite, got {high if low > 0 else low}")
+        raise InputError(f"the temperature must be positive and finite, got {got}")
     if low < _LEAST_TEMPERATURE:
         raise InputError(
             f"the temperature must be at least {_LEAST_TEMPERATURE}, or logits are infinite when divided by it, got "
@@ -184,13 +186,18 @@ def check_temperature(
         )
 
 
-def check_chunk_bytes(chunk_bytes: int | None) -> None:
-    """Raise `InputError` unless the chunk budget is a positive number of bytes, or `None` for the default."""
-    if chunk_bytes is not None and (
-        isinstance(chunk_bytes, bool) or not isinstance(chunk_bytes, int) or chunk_bytes < 1
-    ):
-        raise InputError(f"chunk_bytes must be a positive whole number of bytes or None, got {chunk_bytes!r}")
+def check_chunk_bytes(chunk_bytes: object) -> int | None:
+    """The chunk budget as a plain number. Raises `InputError` unless it is positive, or `None` for the default."""
+    if chunk_bytes is None:
+        return None
+    budget = as_index(chunk_bytes)
+    if budget is None or budget < 1:
+        raise InputError(f"chunk_bytes must be a positive whole number of bytes or None, got {shown(chunk_bytes)}")
+    return budget
 
 
-def _shown(value: object) -> str:
-    return f"{str(value)[:80]!r} of {type(value).__name__}"
+def check_flag(name: str, value: object) -> None:
+    """Raise `InputError` unless `value` is `True` or `False` itself: also a string or a number is true or false to
+    Python, but not as it was meant."""
+    if not isinstance(value, bool):
+        raise InputError(f"{name} must be True or False, got {shown(value)}; pass one of the two")

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from compact_logits.collectives import all_gather
 from compact_logits.errors import InputError
+from compact_logits.host_values import as_index, shown
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -30,6 +31,20 @@ class VocabShard:
     group: ProcessGroup | None = None
 
     def __post_init__(self) -> None:
+        start, stop = as_index(self.start), as_index(self.stop)
+        if start is None or stop is None:
+            raise InputError(
+                f"a vocabulary shard's start and stop must be whole numbers, got start={shown(self.start)}, "
+                f"stop={shown(self.stop)}; pass this rank's first id and the one after its last"
+            )
+        if self.group is not None and not callable(getattr(self.group, "rank", None)):
+            raise InputError(
+                f"a vocabulary shard's group must be a process group that this rank is in, or None, got "
+                f"{shown(self.group)}; of a mesh, pass mesh.get_group()"
+            )
+        # As plain numbers, whoever's type they were given in.
+        object.__setattr__(self, "start", start)
+        object.__setattr__(self, "stop", stop)
         if not 0 <= self.start <= self.stop:
             raise InputError(f"a vocabulary shard needs 0 <= start <= stop, got start={self.start}, stop={self.stop}")
         if not self.sharded and self.start != 0:

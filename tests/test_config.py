@@ -41,13 +41,22 @@ def test_byte_counts(text: str, count: int) -> None:
     assert Config.from_env({"COMPACT_LOGITS_CHUNK_BYTES": text}).chunk_bytes == count
 
 
-@pytest.mark.parametrize("text", ["", "0", "0MiB", "-1", "1.5MiB", "64MB", "64M", "MiB", "1 2", "1e6", "0x10"])
+@pytest.mark.parametrize(
+    "text", ["", "0", "0MiB", "-1", "1.5MiB", "64MB", "64M", "MiB", "1 2", "1e6", "0x10", "8589934592GiB"]
+)
 def test_anything_else_is_no_byte_count(text: str) -> None:
     needed = "a byte count must be a positive whole number, or one with KiB, MiB or GiB, got "
     with pytest.raises(ConfigError, match=f"^{needed}'{text}'$"):
         parse_bytes(text)
     with pytest.raises(ConfigError, match=f"^COMPACT_LOGITS_CHUNK_BYTES: {needed}'{text}'$"):
         Config.from_env({"COMPACT_LOGITS_CHUNK_BYTES": text})
+
+
+def test_a_number_longer_than_any_is_shown_in_part() -> None:
+    assert parse_bytes(str(2**63 - 1)) == 2**63 - 1
+    for call in (lambda: parse_bytes("9" * 10**4), lambda: Config.from_env({"COMPACT_LOGITS_COMPILE": "9" * 10**4})):
+        with pytest.raises(ConfigError, match=r"got '9{80}'\.\.\.$"):
+            call()
 
 
 @pytest.mark.parametrize(("value", "asked"), [(None, False), ("0", False), ("1", True), (" 1 ", True)])

@@ -12,7 +12,7 @@ from tests.support.source_tree import PACKAGE, Module, modules, parse
 
 # A new module at the top of the package has to be put on a floor before the suite passes.
 FLOORS: list[set[str]] = [
-    {"collectives", "config", "errors", "findings", "reference"},
+    {"collectives", "config", "errors", "findings", "host_values", "reference"},
     {
         "agreement",
         "balance",

@@ -65,6 +65,16 @@ def test_case_13_2_gradcheck_with_a_clamp_and_an_id_listed_twice(settings: dict[
     assert torch.autograd.gradcheck(lambda z: topk_kl(z, case.log_probs, ids, **settings).loss, case.logits)
 
 
+def test_masses_are_counted_after_the_clamp() -> None:
+    logits = torch.tensor([[0.0, -40.0, -40.0]])
+    teacher = torch.tensor([[0.9, 1e-9, 1e-9]]).log()
+    out = topk_kl(logits, teacher, torch.arange(3)[None], log_prob_min_clamp=-2.0)
+    kept = torch.tensor(-2.0).exp().item()
+    assert out.teacher_mass.item() == pytest.approx(0.9 + 2 * kept) and out.teacher_mass.item() > 1
+    assert out.student_mass.item() == pytest.approx(1.0 + 2 * kept)
+    assert topk_kl(logits, teacher, torch.arange(3)[None]).teacher_mass.item() == pytest.approx(0.9)
+
+
 def test_a_temperature_a_row() -> None:
     case, temperature = topk_case(3, 17, vocab=100, k=8), weights(3, 17)
     out = topk_kl(*case, temperature=temperature)
@@ -204,7 +214,7 @@ def test_logits_that_are_no_block_of_memory() -> None:
         ({"teacher_log_probs": torch.zeros(2, 0), "teacher_ids": torch.zeros(2, 0, dtype=torch.int64)}, r"got k = 0"),
         ({"log_prob_min_clamp": 1.0}, r"log_prob_min_clamp bounds log-probs, which are at most 0, got 1.0"),
         ({"log_prob_min_clamp": "x"}, r"log_prob_min_clamp bounds log-probs, which are at most 0, got 'x'"),
-        ({"teacher_log_probs": None}, r"needed a tensor as teacher_log_probs, got 'None' of NoneType"),
+        ({"teacher_log_probs": None}, r"needed a tensor as teacher_log_probs, got None"),
         ({"loss_mask": torch.ones(3, dtype=torch.bool, device="meta")}, r"needed all tensors on one device"),
         ({"log_prob_min_clamp": float("nan")}, r"got nan"),
         ({"tail": True, "log_prob_min_clamp": -10.0}, r"takes no log_prob_min_clamp, got -10.0: .* pass None"),

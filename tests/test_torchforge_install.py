@@ -124,11 +124,22 @@ def test_a_loss_calls_ours(forge: None, monkeypatch: pytest.MonkeyPatch) -> None
         ({"compile": {"enable": True}}, True),
         (Namespace(compile=Namespace(enable=False)), False),
         (Namespace(), False),
+        (Namespace(compile=None), False),
+        (nn.Linear(1, 1), False),  # whose `compile` is a method
     ],
 )
 def test_compilation_is_the_actors_own_setting(forge: None, args: object, asked: bool) -> None:
     torchforge.install(args)
     assert torchforge._installation is not None and torchforge._installation.compile is asked
+
+
+@pytest.mark.parametrize("compile", ["False", 1, {"enable": "no"}, Namespace(enable=0), {"level": 3}])
+def test_a_compilation_that_is_neither_on_nor_off_is_refused(forge: None, compile: object) -> None:
+    before = bound()
+    for args in (Namespace(compile=compile), {"compile": compile}):
+        with pytest.raises(ConfigError, match="compile must be True or False, or have an enable that is, got "):
+            torchforge.install(args)
+        assert all(now is then for now, then in zip(bound(), before, strict=True))
 
 
 def test_what_ours_refuses_is_answered_by_theirs_and_logged_once(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 
 from torch import Tensor
 
 from compact_logits.errors import LayoutError
+from compact_logits.host_values import as_index, shown
 
 __all__ = ["check_cp", "check_enough_rows", "check_per_sample", "checked_lengths"]
 
@@ -17,8 +17,7 @@ def checked_lengths(
     response_lengths: Sequence[int],
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The lengths as plain ints. Raises `LayoutError` unless `0 <= response <= total` for each sample of both."""
-    totals = tuple(operator.index(length) for length in total_lengths)
-    responses = tuple(operator.index(length) for length in response_lengths)
+    totals, responses = _whole("total_length", total_lengths), _whole("response_length", response_lengths)
     if len(totals) != len(responses):
         raise LayoutError(
             f"needed one total length and one response length for each sample, "
@@ -38,18 +37,30 @@ def checked_lengths(
     return totals, responses
 
 
+def _whole(name: str, lengths: Sequence[int]) -> tuple[int, ...]:
+    whole = []
+    for sample, length in enumerate(lengths):
+        number = as_index(length)
+        if number is None:
+            raise LayoutError(f"sample {sample} has {name} {shown(length)}; lengths are whole numbers of tokens")
+        whole.append(number)
+    return tuple(whole)
+
+
 def check_cp(cp_rank: int, cp_size: int) -> None:
-    """Raise `LayoutError` unless `0 <= cp_rank < cp_size`."""
-    if not 0 <= cp_rank < cp_size:
-        raise LayoutError(f"needed 0 <= cp_rank < cp_size, got cp_rank {cp_rank} and cp_size {cp_size}")
+    """Raise `LayoutError` unless both are whole numbers and `0 <= cp_rank < cp_size`."""
+    rank, size = as_index(cp_rank), as_index(cp_size)
+    if rank is None or size is None or not 0 <= rank < size:
+        raise LayoutError(f"needed 0 <= cp_rank < cp_size, got cp_rank {shown(cp_rank)} and cp_size {shown(cp_size)}")
 
 
 def check_enough_rows(layout: str, num_rows: int, needed: int, total_lengths: Sequence[int]) -> None:
-    """Raise `LayoutError` where a rank has fewer rows than its part of the sequences."""
-    if num_rows < needed:
+    """Raise `LayoutError` where a rank has fewer rows than its part of the sequences, or no number of rows."""
+    rows = as_index(num_rows)
+    if rows is None or rows < needed:
         raise LayoutError(
             f"the {layout} layout of {len(total_lengths)} sequences with {sum(total_lengths)} tokens needs {needed} "
-            f"rows on this rank, got {num_rows}; pass the rows of this rank's model input, padding included and "
+            f"rows on this rank, got {shown(num_rows)}; pass the rows of this rank's model input, padding included and "
             f"before sequence parallelism splits them"
         )
 

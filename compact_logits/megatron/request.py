@@ -10,11 +10,12 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from compact_logits.errors import InputError
+from compact_logits.host_values import as_index, shown
 from compact_logits.megatron.kept_rows import ContextShare
 from compact_logits.rows import RowSelection
 from compact_logits.scorers.log_prob_scorer import Entropy, check_entropy
 from compact_logits.scorers.nucleus import Nucleus
-from compact_logits.validation import check_temperature, check_vocab_size
+from compact_logits.validation import check_chunk_bytes, check_flag, check_temperature, check_vocab_size
 
 __all__ = ["Outcome", "Request", "mark", "request_of"]
 
@@ -37,6 +38,8 @@ class Request:
 
     With `batch` sequences side by side, the rows of the selection are those of `(sequence batch)`: all sequences' first
     row, then all sequences' second row. So are a shard's rows under sequence parallelism, as Megatron cuts them.
+
+    Raises `InputError` for a setting of another type or outside its range.
     """
 
     selection: RowSelection
@@ -57,8 +60,17 @@ class Request:
 
     def __post_init__(self) -> None:
         check_entropy(self.entropy)
+        for name in ("sum_p2", "compile", "fp32_logits", "strict", "check_ranks"):
+            check_flag(name, getattr(self, name))
         check_temperature(self.temperature, (self.selection.kept,), self.selection.targets.device)
-        check_vocab_size(self.vocab_size, self.selection.targets)
+        if not isinstance(self.temperature, Tensor):
+            self.temperature = float(self.temperature)
+        self.vocab_size = check_vocab_size(self.vocab_size, self.selection.targets)
+        self.chunk_bytes = check_chunk_bytes(self.chunk_bytes)
+        batch = as_index(self.batch)
+        if batch is None or batch < 1:
+            raise InputError(f"batch must be a positive whole number of sequences, got {shown(self.batch)}")
+        self.batch = batch
         if self.nucleus is not None and self.nucleus.recorded.shape[0] != self.selection.kept:
             raise InputError(
                 f"the nucleus is of {self.nucleus.recorded.shape[0]} rows and {self.selection.kept} are kept; "

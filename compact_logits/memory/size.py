@@ -7,9 +7,13 @@ from dataclasses import dataclass, replace
 import torch
 
 from compact_logits.errors import InputError
-from compact_logits.scorers.log_prob_scorer import Entropy
+from compact_logits.host_values import as_index, shown
+from compact_logits.scorers.log_prob_scorer import Entropy, check_entropy
+from compact_logits.validation import check_chunk_bytes, check_flag, check_temperature
 
 __all__ = ["HeadBytes", "HeadSize"]
+
+_SIZES = ("rows", "kept", "vocab", "hidden", "tp", "nucleus_ids", "top_k", "most_on_shard")
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,7 @@ class HeadSize:
     most_on_shard: int | None = None  # kept rows of the sequence shard that has most; `None`: spread evenly
 
     def __post_init__(self) -> None:
+        self._check_settings()
         if min(self.rows, self.vocab, self.hidden, self.tp) < 1 or not 0 <= self.kept <= self.rows:
             raise InputError(f"needed positive sizes and 0 <= kept <= rows, got {self}")
         if self.vocab % self.tp or self.rows % self.tp:
@@ -52,6 +57,17 @@ class HeadSize:
                 f"of {self.kept} kept rows on {self.tp} shards of {self.rows // self.tp}, the fullest has from "
                 f"{self._even} to {self.rows // self.tp}, got most_on_shard {self.most_on_shard}"
             )
+
+    def _check_settings(self) -> None:
+        for name in _SIZES:
+            value = getattr(self, name)
+            if as_index(value) is None and not (name == "most_on_shard" and value is None):
+                raise InputError(f"{name} of a head must be a whole number, got {shown(value)}")
+        for name in ("sequence_parallel", "frozen", "fused"):
+            check_flag(name, getattr(self, name))
+        check_entropy(self.entropy)
+        check_temperature(self.temperature, ())
+        check_chunk_bytes(self.chunk_bytes)
 
     @property
     def _even(self) -> int:

@@ -51,7 +51,8 @@ def linear_log_probs(
     hidden, weight, bias = as_autocast(hidden, weight, bias)
     resolved = validation.check_head(hidden, weight, bias, shard)
     scorer = _checked_scorer(targets, hidden.shape[:1], resolved, temperature, entropy, sum_p2, vocab_size)
-    validation.check_chunk_bytes(chunk_bytes)
+    chunk_bytes = validation.check_chunk_bytes(chunk_bytes)
+    validation.check_flag("fp32_logits", fp32_logits)
     options: Any = {"group": resolved.group, "chunk_bytes": chunk_bytes, "fp32_logits": fp32_logits}
     return scorer.named(score_hidden(hidden, weight, bias, scorer, **options))
 
@@ -79,7 +80,7 @@ def log_probs(
     resolved = validation.check_logits(logits, shard)
     leading = logits.shape[:-1]
     scorer = _checked_scorer(targets, leading, resolved, temperature, entropy, sum_p2, vocab_size)
-    validation.check_chunk_bytes(chunk_bytes)
+    chunk_bytes = validation.check_chunk_bytes(chunk_bytes)
     outputs = score_logits(rows_of(logits), scorer, chunk_bytes=chunk_bytes)
     return scorer.named(tuple(output.view(leading) for output in outputs))
 
@@ -95,7 +96,8 @@ def _checked_scorer(
 ) -> LogProbScorer:
     validation.check_row_ids(targets, shape, shard)
     validation.check_temperature(temperature, shape, targets.device)
-    validation.check_vocab_size(vocab_size, targets, shard)
+    vocab_size = validation.check_vocab_size(vocab_size, targets, shard)
     check_entropy(entropy)
+    validation.check_flag("sum_p2", sum_p2)
     per_row = temperature.flatten() if isinstance(temperature, Tensor) else float(temperature)
     return LogProbScorer(targets.flatten(), shard, per_row, entropy, sum_p2=sum_p2, vocab_size=vocab_size)

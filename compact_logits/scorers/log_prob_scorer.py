@@ -11,6 +11,7 @@ from torch import Tensor
 
 from compact_logits.chunks import Block
 from compact_logits.errors import InputError
+from compact_logits.host_values import shown
 from compact_logits.scorers.passes import affine_, exponentials
 from compact_logits.scorers.temperature import inverse_temperature, tempered
 from compact_logits.vocab_parallel import VocabShard, gather_stats, merge_softmax
@@ -213,7 +214,7 @@ class LogProbScorer:
         z.scatter_(1, ids[:, None], z.gather(1, ids[:, None]) + values.masked_fill(~owned, 0.0)[:, None])
 
 
-def check_entropy(entropy: str) -> None:
+def check_entropy(entropy: object) -> None:
     """Raise `InputError` unless `entropy` is one of the three settings."""
-    if entropy not in ("none", "metric", "loss"):
-        raise InputError(f"entropy must be 'none', 'metric' (value without graph) or 'loss', got {entropy!r}")
+    if not isinstance(entropy, str) or entropy not in ("none", "metric", "loss"):
+        raise InputError(f"entropy must be 'none', 'metric' (value without graph) or 'loss', got {shown(entropy)}")

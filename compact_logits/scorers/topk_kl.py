@@ -12,6 +12,7 @@ from compact_logits import validation
 from compact_logits.chunks import work_dtype
 from compact_logits.errors import InputError
 from compact_logits.given_logits import rows_of, score_logits
+from compact_logits.host_values import as_float, shown
 from compact_logits.projection import as_autocast, score_hidden
 from compact_logits.rows import scatter
 from compact_logits.scorers.topk_scorer import TopKScorer
@@ -28,7 +29,7 @@ class TopKKL(NamedTuple):
 
     loss: Tensor
     student_mass: Tensor  # sum of p_k over the teacher's ids, of the clamped log-probs where there is a clamp
-    teacher_mass: Tensor  # sum of q_k, likewise
+    teacher_mass: Tensor  # sum of q_k, also after the clamp, which may raise it above the teacher's own, and above 1
     overlap_count: Tensor  # int64, how many of the teacher's ids are among the student's k most likely
     overlap_token_advantage: Tensor  # mean of q_k (log p_k - log q_k) over these, 0 where there are none
     head_loss: Tensor | None = None  # sum of q_k (log q_k - log p_k) over the teacher's ids
@@ -58,7 +59,8 @@ def topk_kl(
     be listed twice, and then counts twice, but once with `tail`. The truncated KL may be negative. A log-prob that is
     NaN gives a loss that is NaN.
 
-    `log_prob_min_clamp`: a lower bound for the log-probs of both sides; where the student's is below it, no gradient.
+    `log_prob_min_clamp`: a lower bound for the log-probs of both sides; where the student's is below it, no gradient
+    but that of a NaN. Both masses are counted after the clamp.
     `tail`: the exact KL of k + 1 categories, all ids not listed being one: never negative, and never above the KL over
     the whole vocabulary. Of an id listed twice the first log-prob counts, and an entry of -inf, which the teacher did
     not give, lists nothing. `tail_mass_eps` bounds the student's tail from below inside the logarithm; a clamp is
@@ -77,7 +79,8 @@ def topk_kl(
     scorer = _checked_scorer(
         teacher_log_probs, teacher_ids, logits, resolved, tail, log_prob_min_clamp, tail_mass_eps, temperature
     )
-    validation.check_chunk_bytes(chunk_bytes)
+    chunk_bytes = validation.check_chunk_bytes(chunk_bytes)
+    validation.check_flag("inplace_backward", inplace_backward)
     if inplace_backward and not logits.is_contiguous():
         raise InputError("inplace_backward needs contiguous logits, or it would save nothing; pass logits.contiguous()")
     leading = logits.shape[:-1]
@@ -121,7 +124,7 @@ def linear_topk_kl(
     scorer = _checked_scorer(
         teacher_log_probs, teacher_ids, hidden, resolved, tail, log_prob_min_clamp, tail_mass_eps, temperature
     )
-    validation.check_chunk_bytes(chunk_bytes)
+    chunk_bytes = validation.check_chunk_bytes(chunk_bytes)
     outputs = score_hidden(rows, weight, bias, scorer, group=resolved.group, chunk_bytes=chunk_bytes)
     return TopKKL(*[output.view(hidden.shape[:-1]) for output in outputs])
 
@@ -140,17 +143,17 @@ def _checked_scorer(
     _check_teacher(teacher_log_probs, teacher_ids, leading)
     validation.check_row_ids(teacher_ids, teacher_log_probs.shape, shard, name="teacher_ids")
     validation.check_temperature(temperature, leading, teacher_ids.device)
-    check_form(tail, log_prob_min_clamp, tail_mass_eps)
+    clamp, eps = check_form(tail, log_prob_min_clamp, tail_mass_eps)
     log_probs = teacher_log_probs.to(work_dtype(student.dtype))
-    if log_prob_min_clamp is not None:
-        log_probs = log_probs.clamp(min=log_prob_min_clamp)
+    if clamp is not None:
+        log_probs = log_probs.clamp(min=clamp)
     return TopKScorer(
         teacher_log_probs=rearrange(log_probs, "... k -> (...) k"),
         teacher_ids=rearrange(teacher_ids, "... k -> (...) k"),
         shard=shard,
         temperature=temperature.flatten() if isinstance(temperature, Tensor) else float(temperature),
-        log_prob_min_clamp=log_prob_min_clamp,
-        tail_mass_eps=tail_mass_eps if tail else None,
+        log_prob_min_clamp=clamp,
+        tail_mass_eps=eps if tail else None,
     )
 
 
@@ -172,16 +175,24 @@ def _check_teacher(log_probs: Tensor, ids: Tensor, leading: torch.Size) -> None:
         raise InputError("the teacher gets no gradient here; pass teacher_log_probs.detach()")
 
 
-def check_form(tail: bool, log_prob_min_clamp: float | None, tail_mass_eps: float) -> None:
-    """Raise `InputError` unless the settings name one of the two forms of the top-k KL."""
-    if not isinstance(tail_mass_eps, int | float) or not 0.0 < tail_mass_eps < 1.0:
-        raise InputError(f"tail_mass_eps must lie strictly between 0 and 1, got {tail_mass_eps!r}")
+def check_form(
+    tail: object,
+    log_prob_min_clamp: object,
+    tail_mass_eps: object,
+) -> tuple[float | None, float]:  # clamp, eps
+    """The two bounds as floats. Raises `InputError` unless the settings name one of the two forms of the top-k KL."""
+    validation.check_flag("tail", tail)
+    eps = as_float(tail_mass_eps)
+    if eps is None or not 0.0 < eps < 1.0:
+        raise InputError(f"tail_mass_eps must lie strictly between 0 and 1, got {shown(tail_mass_eps)}")
     if log_prob_min_clamp is None:
-        return
+        return None, eps
     if tail:
         raise InputError(
-            f"the tail-aware KL takes no log_prob_min_clamp, got {log_prob_min_clamp!r}: clamped log-probs and their "
-            f"tail are not one distribution; pass None, tail_mass_eps bounds the loss"
+            f"the tail-aware KL takes no log_prob_min_clamp, got {shown(log_prob_min_clamp)}: clamped log-probs and "
+            f"their tail are not one distribution; pass None, tail_mass_eps bounds the loss"
         )
-    if not isinstance(log_prob_min_clamp, int | float) or not log_prob_min_clamp <= 0.0:
-        raise InputError(f"log_prob_min_clamp bounds log-probs, which are at most 0, got {log_prob_min_clamp!r}")
+    clamp = as_float(log_prob_min_clamp)
+    if clamp is None or not clamp <= 0.0:
+        raise InputError(f"log_prob_min_clamp bounds log-probs, which are at most 0, got {shown(log_prob_min_clamp)}")
+    return clamp, eps

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from compact_logits.errors import InputError
 from compact_logits.first_order import first_order
+from compact_logits.host_values import as_float, shown
 from compact_logits.memory import HeadBytes, HeadSize, StorageBytes, simulate
 
 __all__ = ["Path", "Policy", "head_bytes", "largest_micro_batch"]
@@ -37,8 +38,9 @@ class Policy:
     chunk_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.density <= 1.0:
-            raise InputError(f"the density is a share of the log-probs, from 0 to 1, got {self.density}")
+        density = as_float(self.density)
+        if density is None or not 0.0 <= density <= 1.0:
+            raise InputError(f"the density is a share of the log-probs, from 0 to 1, got {shown(self.density)}")
         if self.sequence < 2:
             raise InputError(f"a log-prob needs a token and the one before it, got sequences of {self.sequence}")
         self.size_of(1)

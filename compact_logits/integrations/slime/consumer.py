@@ -12,6 +12,7 @@ from torch import Tensor
 
 from compact_logits.errors import InputError, RefusedError
 from compact_logits.integrations.slime.batch import TokenList
+from compact_logits.integrations.slime.passes import rollout_temperature
 from compact_logits.megatron import Figures, Outcome, Request
 
 __all__ = ["log_probs_wrapper"]
@@ -105,7 +106,7 @@ def _check_agreement(logits: Tensor, request: Request, args: Namespace, *, with_
         )
     if tuple(logits.shape) != (1, rows, 2) or logits.dtype != torch.float32:
         raise InputError(f"needed the head's fp32 (1, {rows}, 2), got {tuple(logits.shape)} of {logits.dtype}")
-    temperature = float(getattr(args, "rollout_temperature", 1.0))
+    temperature = rollout_temperature(args)
     if temperature != request.temperature:
         raise InputError(f"the head was asked at temperature {request.temperature}, the loss reads at {temperature}")
     needs_graph = with_entropy and getattr(args, "entropy_coef", 0.0) != 0 and torch.is_grad_enabled()

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from compact_logits.scorers.log_prob_scorer import Entropy
+from compact_logits.validation import check_temperature
 
-__all__ = ["Pass", "current_pass", "of_forward_only", "of_training", "running"]
+__all__ = ["Pass", "current_pass", "of_forward_only", "of_training", "rollout_temperature", "running"]
 
 _CURRENT: ContextVar[Pass | None] = ContextVar("compact_logits_slime_pass", default=None)
 
@@ -43,9 +44,9 @@ def of_training(args: Namespace) -> Pass | None:
     """The training step: slime asks for entropy with the policy loss, and for its gradient if a coefficient is set."""
     if args.loss_type == "policy_loss":
         entropy: Entropy = "loss" if getattr(args, "entropy_coef", 0.0) != 0 else "metric"
-        return Pass(_temperature(args), entropy, replays_nucleus=_records_nucleus(args))
+        return Pass(rollout_temperature(args), entropy, replays_nucleus=_records_nucleus(args))
     if args.loss_type == "sft_loss":
-        return Pass(_temperature(args), "none")
+        return Pass(rollout_temperature(args), "none")
     return None
 
 
@@ -60,11 +61,14 @@ def of_forward_only(
     if not any(callback is known for known in log_prob_callbacks):
         return None
     entropy: Entropy = "metric" if args.use_rollout_entropy else "none"
-    return Pass(_temperature(args), entropy, replays_nucleus=replay and _records_nucleus(args))
+    return Pass(rollout_temperature(args), entropy, replays_nucleus=replay and _records_nucleus(args))
 
 
-def _temperature(args: Namespace) -> float:
-    return float(getattr(args, "rollout_temperature", 1.0))
+def rollout_temperature(args: Namespace) -> float:
+    """What slime divides logits by. Raises `InputError` where it is no positive, finite number."""
+    temperature = getattr(args, "rollout_temperature", 1.0)
+    check_temperature(temperature, ())
+    return float(temperature)
 
 
 def _records_nucleus(args: Namespace) -> bool:

@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from compact_logits.config import Config
-from compact_logits.errors import PatchError
+from compact_logits.errors import ConfigError, PatchError
 from compact_logits.findings import Finding
+from compact_logits.host_values import shown
 from compact_logits.integrations.torchforge.hidden import compute_logprobs_from_hidden
 from compact_logits.integrations.torchforge.logits import compute_logprobs
 
@@ -35,9 +36,9 @@ def install(args: Any = None) -> None:
     installing once. A call whose logits are not laid out as `compute_logprobs` needs them goes to torchforge's own
     function, with the reason logged once.
 
-    Raises `ConfigError` for an unknown setting, `PatchError` for a version of torchforge whose signatures are not the
-    proven ones, `ImportError` where torchforge or what it needs is missing, and, with `COMPACT_LOGITS=strict`,
-    `RefusedError` at a call that would go to torchforge's own function.
+    Raises `ConfigError` for an unknown setting or another `compile`, `PatchError` for a version of torchforge whose
+    signatures are not the proven ones, `ImportError` where torchforge or what it needs is missing, and, with
+    `COMPACT_LOGITS=strict`, `RefusedError` at a call that would go to torchforge's own function.
     """
     global _installation
     config = Config.from_env(os.environ)
@@ -87,5 +88,10 @@ def _asks_for_compilation(args: Any) -> bool:
     def of(holder: Any, name: str, default: Any) -> Any:
         return holder.get(name, default) if isinstance(holder, Mapping) else getattr(holder, name, default)
 
-    setting = of(args, "compile", False)
-    return bool(setting if isinstance(setting, bool) else of(setting, "enable", False))
+    setting = of(args, "compile", None)
+    asked = setting if isinstance(setting, bool) else of(setting, "enable", setting)
+    if asked is None or callable(asked):  # no such setting, or a module's method of that name
+        return False
+    if not isinstance(asked, bool):
+        raise ConfigError(f"compile must be True or False, or have an enable that is, got {shown(asked)}")
+    return asked

@@ -85,9 +85,10 @@ def _check_plain(head: nn.Module) -> None:
         for hook in getattr(head, kind).values():
             module = str(getattr(inspect.unwrap(hook), "__module__", ""))
             if not module.startswith("torch.distributed."):
+                name = getattr(hook, "__qualname__", type(hook).__name__)
                 raise InputError(
-                    f"the head has a hook, {getattr(hook, '__qualname__', hook)} of {module}, that may read or change "
-                    f"its logits; remove it, or use compute_logprobs on the logits"
+                    f"the head has a hook, {name} of {module}, that may read or change its logits; remove it, or use "
+                    f"compute_logprobs on the logits"
                 )
 
 

@@ -10,7 +10,7 @@ from compact_logits import validation
 from compact_logits.errors import InputError
 from compact_logits.integrations.torchforge.head import refuse_sharded_by_fsdp, through_head
 from compact_logits.integrations.torchforge.head_placement import HeadPlacement
-from compact_logits.integrations.torchforge.targets import Targets, aligned_window, log_prob_scorer
+from compact_logits.integrations.torchforge.targets import Targets, aligned_window, check_settings, log_prob_scorer
 from compact_logits.projection import as_autocast, score_hidden
 
 __all__ = ["compute_logprobs_from_hidden"]
@@ -48,8 +48,11 @@ def compute_logprobs_from_hidden(
     place of the all-reduce. Over each axis that shards the batch: one all-reduce of the weight's gradient.
     """
 
+    check_settings(temperature, align=align, compile=compile)
+    budget = validation.check_chunk_bytes(chunk_bytes)
+
     def score(entered: Tensor, weight: Tensor, own_bias: Tensor | None) -> tuple[Tensor, Targets]:
-        return _score(entered, weight, own_bias, input_ids, temperature, align, compile, chunk_bytes)
+        return _score(entered, weight, own_bias, input_ids, temperature, align, compile, budget)
 
     if isinstance(lm_head_weight, nn.Module):
         if bias is not None:
@@ -87,7 +90,6 @@ def _score(
     local_weight, local_bias = head.localize(weight), None if bias is None else head.localize(bias)
     rows, local_weight, local_bias = as_autocast(rows, local_weight, local_bias)
     shard = validation.check_head(rows, local_weight, local_bias, head.shard)
-    validation.check_chunk_bytes(chunk_bytes)
     scorer = log_prob_scorer(positions.in_order(targets.ids), shard, temperature, compile=compile)
     (log_probs,) = score_hidden(
         rows, local_weight, local_bias, scorer, exchange=positions.exchange, group=shard.group, chunk_bytes=chunk_bytes

@@ -10,7 +10,7 @@ from compact_logits import validation
 from compact_logits.dtensor import VocabPlacement
 from compact_logits.errors import InputError
 from compact_logits.given_logits import score_logits
-from compact_logits.integrations.torchforge.targets import Targets, aligned_window, log_prob_scorer
+from compact_logits.integrations.torchforge.targets import Targets, aligned_window, check_settings, log_prob_scorer
 from compact_logits.vocab_parallel import VocabShard
 
 __all__ = ["compute_logprobs", "place_logits"]
@@ -44,6 +44,8 @@ def compute_logprobs(
     Raises `InputError` for any other placement, shapes that do not fit, ids outside the vocabulary and a temperature
     that is not positive.
     """
+    check_settings(temperature, align=align, compile=compile)
+    chunk_bytes = validation.check_chunk_bytes(chunk_bytes)
     validation.check_tensor("logits", logits)
     if logits.dim() != 3:
         raise InputError(f"needed logits (batch, positions, vocab), got {tuple(logits.shape)}")
@@ -56,7 +58,6 @@ def compute_logprobs(
         local, shard = logits.to_local(grad_placements=placement.placements), placement.shard
     window = aligned_window(local.shape, targets.ids.shape, align, "logits")
     validation.check_logits(local, shard)
-    validation.check_chunk_bytes(chunk_bytes)
     scorer = log_prob_scorer(targets.ids, shard, temperature, compile=compile)
     (log_probs,) = score_logits(local, scorer, window=window, chunk_bytes=chunk_bytes)
     return targets.returned(log_probs.view(targets.ids.shape))

@@ -16,7 +16,7 @@ from compact_logits.scorers.compiled import CompiledLogProbScorer
 from compact_logits.scorers.log_prob_scorer import LogProbScorer
 from compact_logits.vocab_parallel import VocabShard
 
-__all__ = ["Targets", "aligned_window", "log_prob_scorer"]
+__all__ = ["Targets", "aligned_window", "check_settings", "log_prob_scorer"]
 
 # What `torch.nn.functional.cross_entropy`, and so torchforge, passes over unless told otherwise.
 _IGNORED = -100
@@ -95,6 +95,13 @@ def aligned_window(
     return slice(positions - wanted - 1, positions - 1) if align else slice(0, positions)
 
 
+def check_settings(temperature: float, *, align: bool, compile: bool) -> None:
+    """Raise `InputError` unless the temperature is positive and finite, and the two others are `True` or `False`."""
+    validation.check_temperature(temperature, ())
+    validation.check_flag("align", align)
+    validation.check_flag("compile", compile)
+
+
 def log_prob_scorer(
     ids: Tensor,  # (..., ) int64, global
     shard: VocabShard,
@@ -102,7 +109,6 @@ def log_prob_scorer(
     *,
     compile: bool,
 ) -> LogProbScorer:
-    """The scorer of these ids, in their order. Raises `InputError` unless the temperature is positive and finite."""
-    validation.check_temperature(temperature, ())
+    """The scorer of these ids, in their order."""
     scorer = CompiledLogProbScorer if compile else LogProbScorer
     return scorer(targets=ids.flatten(), shard=shard, temperature=float(temperature), entropy="none")

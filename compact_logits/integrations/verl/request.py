@@ -14,9 +14,11 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from compact_logits.config import Config
-from compact_logits.errors import InputError, RefusedError
+from compact_logits.errors import ConfigError, InputError, RefusedError
+from compact_logits.host_values import as_index, shown
 from compact_logits.integrations.verl.tail_mode import TAIL_MODE, tail_mass_eps
 from compact_logits.scorers.topk_kl import topk_kl
+from compact_logits.validation import check_flag
 from compact_logits.vocab_parallel import VocabShard
 
 __all__ = ["Request", "forward_kl_wrapper", "topk_loss_wrapper", "vocab_parallel_kl_wrapper"]
@@ -38,11 +40,18 @@ class Request:
 
     @classmethod
     def of(cls, loss_config: Any) -> Request:
+        """Raises `ConfigError` where a chunk is to hold no number of rows, `InputError` where a switch is none."""
+        wants_tail = getattr(loss_config, "loss_mode", None) == TAIL_MODE
         chunked = getattr(loss_config, "use_chunked_topk", False)
+        check_flag("use_chunked_topk", chunked)
+        rows = getattr(loss_config, "chunked_topk_chunk_size", None) if chunked else None
+        chunk_rows = as_index(rows)
+        if rows is not None and (chunk_rows is None or chunk_rows < 1):
+            raise ConfigError(f"chunked_topk_chunk_size must be a positive whole number of tokens, got {shown(rows)}")
         return cls(
-            wants_tail=getattr(loss_config, "loss_mode", None) == TAIL_MODE,
-            tail_mass_eps=tail_mass_eps(loss_config),
-            chunk_rows=getattr(loss_config, "chunked_topk_chunk_size", None) if chunked else None,
+            wants_tail=wants_tail,
+            tail_mass_eps=tail_mass_eps(loss_config) if wants_tail else cls.tail_mass_eps,
+            chunk_rows=chunk_rows,
         )
 
 

@@ -26,7 +26,9 @@ _METRICS = {
 
 
 def tail_mass_eps(loss_config: Any) -> float:
-    return float(getattr(loss_config, _EPS, _DEFAULT_EPS))
+    """As it stands in the configuration; `check_form` judges it."""
+    eps: float = getattr(loss_config, _EPS, _DEFAULT_EPS)
+    return eps
 
 
 def config_init_wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
