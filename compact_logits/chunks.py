@@ -18,9 +18,12 @@ __all__ = ["Block", "ChunkPlan", "Scratch", "plan_blocks", "plan_chunks", "work_
 _BLOCK_BYTES = {"cpu": 4 * 2**20}
 _BLOCK_BYTES_ELSEWHERE = 32 * 2**20
 
-# Several chunks share the budget, so that forward can leave as many as it holds; but none is smaller than that.
-_MOST_HELD = 8
+# Where a chunk of this size stays in a core's cache from the product to the passes, no larger one is made; not even of
+# logits that all fit, unless several chunks cost a sum that is wider than the rows.
 _CHUNK_BYTES = {"cpu": 4 * 2**20}
+# Elsewhere the budget is shared by so many at the most, so that forward can leave as many as it holds; but none is
+# smaller than that.
+_MOST_HELD = 8
 _CHUNK_BYTES_ELSEWHERE = 32 * 2**20
 
 # Each chunk adds to the gradient of all its rows, which costs more than the product where a chunk is narrower: rows are
@@ -42,8 +45,8 @@ def work_dtype(dtype: torch.dtype) -> torch.dtype:
 
 @dataclass(frozen=True)
 class ChunkPlan:
-    """`rows` of `columns` logits in chunks of at most `height` rows and `width` columns, of which `held` are there at
-    one time; each is walked in blocks of at most `block` rows.
+    """`rows` of `columns` logits in chunks of at most `height` rows and `width` columns; the budget holds `held` of
+    them at one time, or more than there are. Each is walked in blocks of at most `block` rows.
 
     As a rule `height` is all rows: a chunk is then a slice of the vocabulary, whose part of the weight's gradient is
     one product, formed once. Only where a slice would get too narrow for the budget are the rows cut as well.
@@ -68,15 +71,6 @@ class ChunkPlan:
         starts = range(0, max(self.columns, 1), max(self.width, 1))
         return [slice(start, min(start + self.width, self.columns)) for start in starts]
 
-    @property
-    def first_held(self) -> int:
-        """The slice from which on each chunk has a place of its own among the `held`; all before share the first."""
-        return max(-(-self.columns // max(self.width, 1)), 1) - self.held
-
-    def place(self, index: int) -> int:
-        """Where the chunk of slice `index` stands among the `held`."""
-        return max(index - self.first_held, 0)
-
     def blocks(self, rows: int) -> Iterator[slice]:
         """Blocks of a chunk with so many rows, counted from its first one."""
         for start in range(0, rows, self.block):
@@ -88,7 +82,7 @@ class ChunkPlan:
             return 0
         work = work_dtype(dtype)
         blocks = (keeps or dtype != work) + spare
-        chunks = self.held if keeps else 1
+        chunks = min(self.held, len(self.slices())) if keeps else 1
         return self.width * (chunks * self.height * dtype.itemsize + blocks * self.block * work.itemsize)
 
 
@@ -109,17 +103,19 @@ def plan_chunks(
     # Besides a chunk there are two blocks, of one row each at the least.
     fitting = min(most // (row * least_width), (budget // least_width - 2 * work_row) // row)
     height = max(_equal(rows, max(fitting, 1)), 1)
-    if rows * columns * row + 2 * max(block_bytes, columns * work_row) <= budget and height >= rows:
+    fits = rows * columns * row + 2 * max(block_bytes, columns * work_row) <= budget and height >= rows
+    if fits and not (device.type in _CHUNK_BYTES and row == work_row):
         return ChunkPlan(rows, columns, height, columns, 1, _block(block_bytes, columns * work_row, height))
     good_bytes = max(_CHUNK_BYTES.get(device.type, _CHUNK_BYTES_ELSEWHERE), min(_GOOD_WIDTH, columns) * height * row)
-    shares = min(max(most // good_bytes, 1), _MOST_HELD)
+    shares = max(most // good_bytes, 1)
+    if device.type not in _CHUNK_BYTES:
+        shares = min(shares, _MOST_HELD)
     width = min(most // (shares * height * row), budget // (height * row + 2 * work_row))
     width = min(max(width, least_width), columns)
     if _ALIGNED < width < columns:
         width -= width % _ALIGNED
     some = max(width, 1)
     held = max((budget - widened - 2 * max(block_bytes, some * work_row)) // (height * some * row), 1)
-    held = min(held, -(-columns // some) or 1)
     return ChunkPlan(rows, columns, height, width, held, _block(block_bytes, some * work_row, height))
 
 
@@ -151,45 +147,24 @@ def _equal(total: int, most: int) -> int:
 
 
 class Scratch:
-    """The buffers of one pass, each made when first asked for and used again after: the chunks, in the dtype of `like`
-    unless another is named, for which memory may be `given`; a block in the working dtype; a block to spare."""
+    """The buffers of one pass besides the chunks, each made when first asked for and used again after: a block in the
+    working dtype, and one to spare."""
 
-    def __init__(
-        self,
-        plan: ChunkPlan,
-        like: Tensor,
-        *,
-        held: int | None = None,  # how many chunks; all that the plan holds unless it is said
-        given: Tensor | None = None,  # (held * height, width)
-        logits_dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, plan: ChunkPlan, like: Tensor) -> None:
         self._plan, self._like = plan, like
-        self._held = plan.held if held is None else held
-        self._logits_dtype = like.dtype if logits_dtype is None else logits_dtype
-        self._buffers: dict[str, Tensor] = {} if given is None else {"chunks": given}
-
-    def chunks(self) -> Tensor:  # (held * height, width), the logits' dtype
-        """The memory of all chunks that are held."""
-        return self._buffer("chunks", self._held * self._plan.height, self._logits_dtype)
-
-    def chunk(self, place: int, rows: int, columns: int) -> Tensor:  # (rows, columns), the logits' dtype, contiguous
-        first = place * self._plan.height * self._plan.width
-        return self.chunks().view(-1)[first : first + rows * columns].view(rows, columns)
+        self._buffers: dict[str, Tensor] = {}
 
     def block(self, rows: int, columns: int) -> Tensor:  # (rows, columns), the working dtype
-        return self._block("block", rows, columns)
+        return self._buffer("block", rows, columns)
 
     def spare(self, rows: int, columns: int) -> Tensor:  # (rows, columns), the working dtype
-        return self._block("spare", rows, columns)
+        return self._buffer("spare", rows, columns)
 
-    def _block(self, name: str, rows: int, columns: int) -> Tensor:
-        whole = self._buffer(name, self._plan.block, work_dtype(self._like.dtype))
-        return whole.view(-1)[: rows * columns].view(rows, columns)
-
-    def _buffer(self, name: str, rows: int, dtype: torch.dtype) -> Tensor:
+    def _buffer(self, name: str, rows: int, columns: int) -> Tensor:
         if name not in self._buffers:
-            self._buffers[name] = self._like.new_empty(rows, self._plan.width, dtype=dtype)
-        return self._buffers[name]
+            dtype = work_dtype(self._like.dtype)
+            self._buffers[name] = self._like.new_empty(self._plan.block, self._plan.width, dtype=dtype)
+        return self._buffers[name].view(-1)[: rows * columns].view(rows, columns)
 
 
 class Block(NamedTuple):

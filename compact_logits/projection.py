@@ -11,6 +11,7 @@ from compact_logits.chunk_product import narrowed, project, wide_dtype
 from compact_logits.chunks import Block, ChunkPlan, Scratch, plan_chunks, work_dtype
 from compact_logits.exchange import Local, Replicated, RowExchange
 from compact_logits.first_order import edge_of, first_order
+from compact_logits.held_logits import HeldLogits
 from compact_logits.hidden_grad import HiddenGrad
 from compact_logits.joined_stats import JoinedStats
 from compact_logits.weight_grad import ReturnedWeightGrad, WeightGrad
@@ -61,9 +62,10 @@ def score_hidden(
     `fp32_logits` leaves out the rounding of 16-bit logits, where the device offers it; `InputError` where not.
 
     Memory: at most `chunk_bytes` of logits; saved for backward are the projected rows, O(rows) scalars and the logits
-    of as many chunks as the budget holds, over which backward then writes. It forms the other chunks' logits again, and
-    where there are several chunks of 16-bit rows it holds an fp32 sum of the rows' gradient. Collectives: those of
-    `exchange` and of `scorer.merge`, whatever the number of chunks and also with zero rows.
+    of as many chunks as the budget holds, over which backward then writes: it forms the other chunks' logits there, and
+    the weight's gradient if that is returned and holds less than they do. Where there are several chunks of 16-bit rows
+    it holds an fp32 sum of the rows' gradient. Collectives: those of `exchange` and of `scorer.merge`, whatever the
+    number of chunks and also with zero rows.
     """
     if exchange is None:
         exchange = Local() if group is None or group.size() == 1 else Replicated(group)
@@ -78,7 +80,8 @@ def score_hidden(
     with torch.no_grad():
         rows = exchange.gather(hidden)
         plan = plan or plan_chunks(rows.shape[0], weight.shape[0], dtype, rows.device, chunk_bytes)
-        return _forward(rows, weight, bias, scorer, plan, dtype, keep=False)[0]
+        held = HeldLogits.make(plan, rows, weight, dtype, keep=False, lends=False)
+        return _forward(rows, weight, bias, scorer, held, keep=False)[0]
 
 
 class _ScoreHidden(torch.autograd.Function):
@@ -100,8 +103,10 @@ class _ScoreHidden(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         rows = exchange.gather(hidden)
         plan = plan or plan_chunks(rows.shape[0], weight.shape[0], dtype, rows.device, chunk_bytes)
-        outputs, saved, left = _forward(rows, weight, bias, scorer, plan, dtype, keep=True)
-        ctx.save_for_backward(rows, weight, bias, left, *edge, *scorer.inputs, *saved)
+        lends = weight_grad.lends and ctx.needs_input_grad[1]
+        held = HeldLogits.make(plan, rows, weight, dtype, keep=True, lends=lends)
+        outputs, saved = _forward(rows, weight, bias, scorer, held, keep=True)
+        ctx.save_for_backward(rows, weight, bias, held.own, held.lent, *edge, *scorer.inputs, *saved)
         ctx.spent = False
         ctx.scorer, ctx.exchange, ctx.weight_grad, ctx.plan = scorer, exchange, weight_grad, plan
         ctx.set_materialize_grads(False)
@@ -111,7 +116,7 @@ class _ScoreHidden(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        rows, weight, bias, left, _, *rest = ctx.saved_tensors
+        rows, weight, bias, own, lent, _, *rest = ctx.saved_tensors
         saved = rest[len(ctx.scorer.inputs) :]
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         plan: ChunkPlan = ctx.plan
@@ -119,30 +124,30 @@ class _ScoreHidden(torch.autograd.Function):
         grads = tuple(g if g is None else g.to(work) for g in grads)
         # The logits that forward has left are turned into their gradient where they are, and all other chunks are
         # formed in the same memory. `data` keeps that from autograd, which would refuse a second backward; that one
-        # finds them spent, and forms them again.
-        scratch = Scratch(plan, rows, given=left.data, logits_dtype=left.dtype)
+        # finds them spent, and the lent memory given away, and forms them again.
         ready, ctx.spent = not ctx.spent, True
+        held = HeldLogits(plan, own.data, lent.data if lent is not None and ready else None)
+        scratch = Scratch(plan, rows)
         d_rows = torch.empty_like(rows, memory_format=torch.contiguous_format) if needs_hidden else None
         d_bias = torch.zeros(weight.shape[0], dtype=work, device=rows.device) if needs_bias else None
         groups, slices = plan.groups(), plan.slices()
-        # Those that forward has left come first, so that their memory is free for the others.
-        order = [*range(plan.first_held, len(slices)), *range(plan.first_held)]
         if needs_weight:
-            ctx.weight_grad.begin(weight, len(groups))
+            ctx.weight_grad.begin(weight, len(groups), held.lent)
         wait = None
         for group in reversed(groups):
             d_group = None if d_rows is None else HiddenGrad(d_rows[group], len(slices))
-            for index in order:
-                columns, height = slices[index], _length(group)
-                logits = scratch.chunk(plan.place(index), height, _length(columns))
-                if not (ready and group == groups[-1] and index >= plan.first_held):
+            for index in held.order:
+                columns = slices[index]
+                logits = held.chunk(index, _length(group), _length(columns))
+                if not (ready and group == groups[-1] and held.stays(index)):
                     project(rows[group], weight[columns], None if bias is None else bias[columns], logits)
+                logits = held.apart(index, logits)
                 of_columns = None if d_bias is None else d_bias[columns]
                 part = _part(ctx.scorer, columns, slices)
                 d_logits = _turned(logits, rows.dtype, part, plan, scratch, group.start, saved, grads, of_columns)
                 if d_group is not None:
                     d_group.add(d_logits, weight[columns])
-                    if index == order[-1]:
+                    if index == held.order[-1]:
                         d_group.finish()
                         if group == groups[0]:  # the reduction runs while the last weight product is formed
                             wait = ctx.exchange.start_reduce(d_rows)
@@ -163,22 +168,21 @@ def _forward(
     weight: Tensor,  # (vocab_local, hidden)
     bias: Tensor | None,
     scorer: Scorer,
-    plan: ChunkPlan,
-    dtype: torch.dtype,  # of the logits
+    held: HeldLogits,
     *,
-    keep: bool,
-) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:  # outputs, saved, memory of the chunks
-    """The memory holds the logits of the last group's last slices, as they were projected, if `keep`."""
-    scratch = Scratch(plan, rows, held=None if keep else 1, logits_dtype=dtype)
+    keep: bool,  # the last group's logits, as they were projected, where they stay
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:  # outputs, saved
+    plan = held.plan
+    scratch = Scratch(plan, rows)
     stats = rows.new_empty(plan.rows, scorer.stats_width, dtype=work_dtype(rows.dtype))
     groups, slices = plan.groups(), plan.slices()
     for group in groups:
         height = _length(group)
         joined = JoinedStats(scorer, len(slices), stats[group])
         for index, columns in enumerate(slices):
-            logits = scratch.chunk(plan.place(index) if keep else 0, height, _length(columns))
+            logits = held.chunk(index, height, _length(columns))
             project(rows[group], weight[columns], None if bias is None else bias[columns], logits)
-            keeping = keep and group == groups[-1] and index >= plan.first_held
+            keeping = keep and group == groups[-1] and held.stays(index)
             part, of_part = _part(scorer, columns, slices), joined.next()
             for local in plan.blocks(height):
                 size = (_length(local), _length(columns))
@@ -188,8 +192,7 @@ def _forward(
                 block = slice(group.start + local.start, group.start + local.stop)
                 of_part[local] = part.local_stats(Block(given, z, spare, block))
         joined.finish()
-    outputs, saved = scorer.merge(stats)
-    return outputs, saved, scratch.chunks() if keep and plan.rows else rows.new_empty(0, dtype=dtype)
+    return scorer.merge(stats)
 
 
 def _turned(

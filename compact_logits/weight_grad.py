@@ -16,10 +16,13 @@ __all__ = ["ReturnedWeightGrad", "WeightGrad"]
 class WeightGrad(Protocol):
     """Receives one product a chunk; says at the end what autograd is to be given for the weight."""
 
+    lends: bool  # whether it can be formed in memory that is given
+
     def begin(
         self,
         weight: Tensor,  # (vocab_local, hidden)
         groups: int,  # how many products each of its rows is the sum of
+        memory: Tensor | None = None,  # like the weight, to form the gradient in, from the first rows on
     ) -> None: ...
 
     def add(
@@ -36,11 +39,14 @@ class ReturnedWeightGrad:
     """Plain autograd. Where each row is one product, that is formed in the weight's dtype at once, as the plain path
     does; else summed in fp32 and returned in the weight's dtype."""
 
-    def begin(self, weight: Tensor, groups: int) -> None:
+    def __init__(self, *, lends: bool = True) -> None:
+        self.lends = lends
+
+    def begin(self, weight: Tensor, groups: int, memory: Tensor | None = None) -> None:
         self._weight = weight
         self._rounded = groups > 1 and work_dtype(weight.dtype) != weight.dtype
         # Not of zeros where nothing is added to it, since they would first have to be written.
-        self._total = torch.zeros_like(weight, dtype=work_dtype(weight.dtype)) if self._rounded else None
+        self._total = torch.zeros_like(weight, dtype=work_dtype(weight.dtype)) if self._rounded else memory
         self._written = 0
 
     def add(self, d_logits: Tensor, hidden: Tensor, columns: slice) -> None:

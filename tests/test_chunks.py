@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from compact_logits import chunks
-from compact_logits.chunks import ChunkPlan, Scratch, plan_blocks, plan_chunks, work_dtype
+from compact_logits.chunks import Scratch, plan_blocks, plan_chunks, work_dtype
 from compact_logits.config import DEFAULT_CHUNK_BYTES
+from compact_logits.held_logits import HeldLogits
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -41,15 +42,10 @@ def test_rows_and_columns_are_covered_once_within_the_budget(
     assert max(heights, default=1) <= plan.height and plan.height - min(heights, default=plan.height) < max(
         len(groups), 1
     )
-    assert max(widths) <= plan.width and 1 <= plan.held <= len(slices)
+    assert max(widths) <= plan.width and plan.held >= 1
     blocks = 2 * plan.block * plan.width * work_dtype(dtype).itemsize
-    most = plan.held * plan.height * plan.width * dtype.itemsize + blocks
+    most = min(plan.held, len(slices)) * plan.height * plan.width * dtype.itemsize + blocks
     assert most <= max(budget, max(vocab, 1) * (dtype.itemsize + 2 * work_dtype(dtype).itemsize))
-
-
-def test_the_last_slices_have_a_place_each_and_all_before_them_the_first() -> None:
-    plan = ChunkPlan(rows=10, columns=95, height=10, width=10, held=3, block=4)
-    assert [plan.place(index) for index in range(len(plan.slices()))] == [0, 0, 0, 0, 0, 0, 0, 0, 1, 2]
 
 
 def test_rows_are_cut_only_where_slices_would_be_narrow() -> None:
@@ -63,6 +59,8 @@ def test_rows_are_cut_only_where_slices_would_be_narrow() -> None:
 def test_what_fits_is_held_altogether() -> None:
     plan = plan_chunks(1000, 50_000, torch.bfloat16, CUDA, None)
     assert (plan.height, plan.width, plan.held) == (1000, 50_000, 1)
+    plan = plan_chunks(1000, 50_000, torch.float32, CPU, None)  # in chunks that stay in the cache
+    assert plan.height == 1000 and 1 < len(plan.slices()) <= plan.held and plan.height * plan.width * 4 <= 2**22
     plan = plan_chunks(4000, 50_000, torch.bfloat16, CUDA, None)
     assert 1 < plan.held < len(plan.slices())
 
@@ -89,8 +87,11 @@ def test_given_logits_are_one_chunk_with_small_blocks() -> None:
 def test_case_12_4_one_buffer_of_each_kind_for_all_chunks(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunks, "_CHUNK_BYTES", {"cpu": 2000})
     plan = plan_chunks(50, 64, dtype, CPU, 12_000)
+    held = HeldLogits.make(plan, torch.empty(50, 3, dtype=dtype), torch.empty(64, 3), dtype, keep=True, lends=False)
     scratch = Scratch(plan, torch.empty(0, dtype=dtype))
-    of_chunk: list[Any] = [lambda *size, place=place: scratch.chunk(place, *size) for place in range(plan.held)]
+    staying = [index for index in range(len(plan.slices())) if held.stays(index)]
+    assert staying
+    of_chunk: list[Any] = [lambda *size, index=index: held.chunk(index, *size) for index in staying]
     kinds = [(kind, plan.height, dtype) for kind in of_chunk]
     kinds += [(kind, plan.block, work_dtype(dtype)) for kind in (scratch.block, scratch.spare)]
     first = []
@@ -100,5 +101,4 @@ def test_case_12_4_one_buffer_of_each_kind_for_all_chunks(dtype: torch.dtype, mo
         assert large.is_contiguous() and large.data_ptr() == small.data_ptr()
         first.append((large.data_ptr(), large.data_ptr() + large.nbytes))
     assert all(stop <= start for (_, stop), (start, _) in zip(sorted(first), sorted(first)[1:], strict=False))
-    given = torch.empty(plan.held * plan.height, plan.width, dtype=dtype)
-    assert Scratch(plan, given, given=given).chunk(0, 1, 1).data_ptr() == given.data_ptr()
+    assert {held.chunk(index, 1, 1).data_ptr() for index in range(len(plan.slices()))} <= {start for start, _ in first}

@@ -84,6 +84,21 @@ def test_within_a_tenth_of_a_real_run(path: str, changed: dict, monkeypatch: pyt
         assert abs(getattr(guess, name) - real) <= 0.1 * real, (name, getattr(guess, name), real)
 
 
+def test_logits_in_the_memory_of_the_weights_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_LEAST_WIDTH", "_WIDENED_PART", "_CHUNK_BYTES"):
+        monkeypatch.setattr(chunks, name, {})
+    for name, value in {"_CHUNK_BYTES_ELSEWHERE": 2**17, "_GOOD_WIDTH": 64, "_LEAST_WIDTH_ELSEWHERE": 64}.items():
+        monkeypatch.setattr(chunks, name, value)
+    budget = 3 * 2**20
+    for entropy in ("none", "loss"):
+        size = replace(SIZE, chunk_bytes=budget, entropy=entropy)
+        guess, frozen = simulate(size, "compact"), simulate(replace(size, frozen=True), "compact")
+        for name, real in zip(("forward", "saved", "backward"), measured(size, "compact"), strict=True):
+            assert abs(getattr(guess, name) - real) <= 0.1 * real, (name, getattr(guess, name), real)
+        # The gradient is in the budget.
+        assert guess.peak <= frozen.peak + 0.1 * SIZE.vocab * SIZE.hidden * 4
+
+
 def test_the_full_heads_compute_what_they_hold() -> None:
     """Their memory would be no measure if their numbers were wrong: against autograd through a dense softmax, fp64."""
     random = torch.Generator().manual_seed(1)

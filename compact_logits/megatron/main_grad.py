@@ -21,6 +21,8 @@ class MainGrad:
     kernel where each row is one product, else from an fp32 sum, so that its rounding does not grow with their number.
     """
 
+    lends = False  # its memory stands already, and has the other micro-batches' sum in it
+
     def __init__(
         self,
         weight: Tensor,  # (vocab_local, hidden), with `main_grad`
@@ -28,7 +30,7 @@ class MainGrad:
         self._parameter = weight
         self._main_grad: Tensor = weight.main_grad  # type: ignore[attr-defined]
 
-    def begin(self, weight: Tensor, groups: int) -> None:
+    def begin(self, weight: Tensor, groups: int, memory: Tensor | None = None) -> None:
         self._parameter.main_grad = self._main_grad  # type: ignore[attr-defined]
         self._dtype = weight.dtype
         kernels = getattr(layers, "fused_weight_gradient_mlp_cuda", None)

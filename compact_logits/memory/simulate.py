@@ -14,6 +14,7 @@ from torch import Tensor
 from compact_logits.chunks import ChunkPlan, plan_chunks
 from compact_logits.errors import InputError
 from compact_logits.exchange import Local, Replicated, RowExchange, SequenceSharded, Wait
+from compact_logits.held_logits import lending_pays
 from compact_logits.memory.heads import full_head, full_topk_head
 from compact_logits.memory.meta_collectives import meta_collectives
 from compact_logits.memory.size import HeadBytes, HeadSize
@@ -25,6 +26,7 @@ from compact_logits.scorers.log_prob_scorer import LogProbScorer
 from compact_logits.scorers.nucleus import Nucleus, NucleusScorer
 from compact_logits.scorers.topk_scorer import TopKScorer
 from compact_logits.vocab_parallel import VocabShard
+from compact_logits.weight_grad import ReturnedWeightGrad, WeightGrad
 
 __all__ = ["Path", "simulate"]
 
@@ -40,10 +42,15 @@ def simulate(size: HeadSize, path: Path) -> HeadBytes:
     collectives run on a group of `size.tp` ranks that are not there, which needs a process without a process group:
     `InputError` otherwise.
     """
-    return _worst(_run(size, path) if path == "full" else _compact_moments(size))
+    if path == "full":
+        return _worst(_run(size, path))
+    weight = torch.empty(size.vocab // size.tp, size.hidden, dtype=size.dtype, device="meta")
+    lends = not size.fused and not size.frozen and lending_pays(_plan(size), weight, size.dtype)
+    return _worst(_run(size, path, lends=True) if lends else _compact_moments(size))
 
 
 def _compact_moments(size: HeadSize) -> list[HeadBytes]:
+    """Of a head whose logits never stand in the memory of the weight's gradient."""
     plan = _plan(size)
     slices, least = len(plan.slices()), plan.held + 2
     if len(plan.groups()) > 3:
@@ -95,7 +102,7 @@ class _Stopwatch:
         self._bytes.restart_peak()
 
 
-def _run(size: HeadSize, path: Path) -> list[HeadBytes]:
+def _run(size: HeadSize, path: Path, *, lends: bool = False) -> list[HeadBytes]:
     """The bytes of each moment of forward and of backward, first with first.
 
     One by one they are straight lines in the number of groups, and of slices. Their maximum is not: which moment is the
@@ -106,7 +113,8 @@ def _run(size: HeadSize, path: Path) -> list[HeadBytes]:
         hidden = torch.empty(local_rows, size.hidden, dtype=size.dtype, device="meta", requires_grad=True)
         weight = torch.empty(size.vocab // size.tp, size.hidden, dtype=size.dtype, device="meta")
         weight.requires_grad_(not size.frozen)
-        run = _compact(size, hidden, weight, group) if path == "compact" else _full(size, hidden, weight)
+        grad = _IntoMainGrad() if size.fused else ReturnedWeightGrad(lends=lends)
+        run = _compact(size, hidden, weight, group, grad) if path == "compact" else _full(size, hidden, weight)
         inputs = bytes_.live
         watch = _Stopwatch(bytes_)
         outputs = run(watch.stop)
@@ -118,7 +126,7 @@ def _run(size: HeadSize, path: Path) -> list[HeadBytes]:
         return [HeadBytes(before, saved, after) for before, after in pairs]
 
 
-def _compact(size: HeadSize, hidden: Tensor, weight: Tensor, group: dist.ProcessGroup | None) -> _Run:
+def _compact(size: HeadSize, hidden: Tensor, weight: Tensor, group: dist.ProcessGroup | None, grad: WeightGrad) -> _Run:
     counts = size.shard_counts
     sharded = size.sequence_parallel and group is not None
     exchange: RowExchange = Local()
@@ -137,7 +145,7 @@ def _compact(size: HeadSize, hidden: Tensor, weight: Tensor, group: dist.Process
             scorer,
             exchange=_Watched(exchange, stop),
             group=group,
-            weight_grad=_IntoMainGrad() if size.fused else None,
+            weight_grad=grad,
             plan=_plan(size),
         )
 
@@ -220,7 +228,9 @@ class _Watched:
 class _IntoMainGrad:
     """A weight gradient that goes where memory stands already."""
 
-    def begin(self, weight: Tensor, groups: int) -> None: ...
+    lends = False
+
+    def begin(self, weight: Tensor, groups: int, memory: Tensor | None = None) -> None: ...
 
     def add(self, d_logits: Tensor, hidden: Tensor, columns: slice) -> None: ...
 

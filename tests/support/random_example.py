@@ -39,6 +39,7 @@ class Example:
     dtype: str
     exact: bool  # logits that every dtype can hold
     chunk_bytes: int | None
+    narrow: bool  # chunks of a few columns, of which the budget holds as many as of a real head's
     strides: tuple[str, str]  # of hidden states or logits, and of the weight
     incoming: str
     temperature: float | str
@@ -80,6 +81,7 @@ def examples(draw: st.DrawFn, ranks: bool = True) -> Example:
     sequence_parallel = tp > 1 and given == "hidden" and draw(st.booleans())
     totals = [one_of((7, 12, 9, 16, 5, 3, 12, 1, 0)) for _ in range(one_of((2, 3, 4, 1, 2, 3, 4, 0)))]
     vocab = draw(st.integers(2, 40))
+    narrow = one_of((True, False))
     inner = sorted(draw(st.integers(0, vocab)) for _ in range(tp - 1))
     scorer = one_of(SCORERS)
     entropy = one_of(("none", "metric", "loss")) if scorer in ("log_prob", "nucleus") else "none"
@@ -105,10 +107,11 @@ def examples(draw: st.DrawFn, ranks: bool = True) -> Example:
         masks=tuple(one_of(MASKS) for _ in totals),
         padding=draw(st.integers(0, 5)),
         cuts=(0, *inner, vocab),
-        hidden=draw(st.integers(1, 8)),
+        hidden=draw(st.integers(1, 3 if narrow else 8)),  # few, so that a gradient holds less than the logits
         dtype=dtype,
         exact=dtype in ("bfloat16", "float16") or draw(st.booleans()),
         chunk_bytes=one_of(BUDGETS),
+        narrow=narrow,
         strides=(one_of(STRIDES), one_of(STRIDES)),
         incoming=incoming,
         temperature=one_of((1.0, 0.7, 2.5, "rows")),

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from compact_logits import VocabShard, linear_log_probs, linear_topk_kl
+from compact_logits import VocabShard, chunks, linear_log_probs, linear_topk_kl
 from compact_logits.exchange import Local, Replicated, SequenceSharded
 from compact_logits.given_logits import rows_of, score_logits
 from compact_logits.layouts import Layout, contiguous, packed, zigzag
@@ -71,6 +73,12 @@ def layout_of(example: Example, cp_rank: int) -> Layout:
 
 
 def _run(example: Example, data: Data, cp_rank: int, tp_rank: int, group: Any) -> Part:
+    narrow = {"_CHUNK_BYTES": {"cpu": 1}, "_GOOD_WIDTH": 4, "_LEAST_WIDTH": {"cpu": 4}}
+    with mock.patch.multiple(chunks, **narrow) if example.narrow else nullcontext():
+        return _run_one(example, data, cp_rank, tp_rank, group)
+
+
+def _run_one(example: Example, data: Data, cp_rank: int, tp_rank: int, group: Any) -> Part:
     layout = layout_of(example, cp_rank)
     sequences = data.tokens.split([total for total, _ in example.lengths])
     selection = RowSelection.build(
