@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
 
+from compact_logits.chunks import plan_chunks
 from compact_logits.cli.cpu_model import cpu_megatron
 from compact_logits.errors import InputError
 from compact_logits.megatron import Request, output_layer
 from compact_logits.megatron.kept_rows import ContextShare, ProjectedRows, project_rows
+from compact_logits.megatron.request import Outcome
 from compact_logits.rows import RowSelection
 from compact_logits.scorers.nucleus import Nucleus
-from tests.support.gpt_paths import MASKS, Cut, compact_pass, full_pass, micro_batch
+from tests.support.gpt_paths import MASKS, VOCAB, Cut, compact_pass, full_pass, micro_batch
 from tests.support.parity import assert_close_to_truth, assert_gradient_close_to_truth
 from tests.support.ranks import RankPool
 
@@ -31,13 +34,18 @@ def share_of(cut: Cut, mask: str) -> ContextShare:
 def compare(rank: int, world: int, cut: Cut, dtype: torch.dtype) -> dict[str, tuple[int, int, bool]]:
     """Of each mask: rows kept, rows projected, and whether exchanging was worth it."""
     found = {}
-    project, projected = output_layer.project_rows, []
+    project, projected, outcomes = output_layer.project_rows, [], []
 
     def spy(*args: object, **kwargs: object) -> ProjectedRows:
         projected.append(project(*args, **kwargs))  # type: ignore[arg-type]
         return projected[-1]
 
-    with cpu_megatron(rank, world, tp=cut.tp, cp=cut.cp), patch.object(output_layer, "project_rows", spy):
+    def told(*args: Any, **kwargs: Any) -> Outcome:
+        outcomes.append(Outcome(*args, **kwargs))
+        return outcomes[-1]
+
+    spies = patch.multiple(output_layer, project_rows=spy, Outcome=told)
+    with cpu_megatron(rank, world, tp=cut.tp, cp=cut.cp), spies:
         for mask in MASKS:
             micro, share = micro_batch(rank, cut, mask), share_of(cut, mask)
             truth = full_pass(cut, micro, temperature=0.7, dtype=torch.float64)
@@ -52,6 +60,12 @@ def compare(rank: int, world: int, cut: Cut, dtype: torch.dtype) -> dict[str, tu
                 trio = gradient, plain.gradients[name], truth.gradients[name]
                 assert_gradient_close_to_truth(*trio, factor=factor, name=f"{mask}: gradient of {name}")
             found[mask] = (micro.selection.kept, projected[-1].targets.shape[0], share.pays)
+            assert outcomes[-1].projected_rows == found[mask][1]
+            held = plan_chunks(found[mask][1], VOCAB // cut.tp, dtype, torch.device("cpu"), 3000)
+            spared = 4 * VOCAB // cut.tp * micro.selection.num_rows - held.bytes_in_forward(
+                dtype, keeps=True, spare=True
+            )
+            assert outcomes[-1].bytes_not_allocated == max(spared, 0)
     return found
 
 

@@ -16,9 +16,10 @@ class Figures:
     """Sums over the micro-batches that asked a head, on this rank alone. No collective, no device synchronisation.
 
     `rows` are those of the micro-batches, `projected_rows` those that went through the head: the kept ones where it
-    answered, all where the full path ran. `bytes_not_allocated` is `4 * rows * vocab_local`, the fp32 logits that the
-    full path hands to the loss, less the logits that the compact forward held, 0 on the full path; the sum over
-    micro-batches, and the most of any one. `full_path` counts micro-batches by reason, numbers written as `#`.
+    answered, or the rank's share of them where context-parallel ranks share, and all where the full path ran.
+    `bytes_not_allocated` is `4 * rows * vocab_local`, the fp32 logits that the full path hands to the loss, less the
+    logits that the compact forward held, 0 on the full path; the sum over micro-batches, and the most of any one.
+    `full_path` counts micro-batches by reason, numbers written as `#`.
     """
 
     micro_batches: int = 0
@@ -34,7 +35,7 @@ class Figures:
         assert outcome is not None
         self.micro_batches += 1
         self.rows += request.selection.num_rows
-        self.projected_rows += request.selection.kept if request.compact else request.selection.num_rows
+        self.projected_rows += outcome.projected_rows if request.compact else request.selection.num_rows
         self.bytes_not_allocated += outcome.bytes_not_allocated
         self.most_bytes_not_allocated = max(self.most_bytes_not_allocated, outcome.bytes_not_allocated)
         if not request.compact:

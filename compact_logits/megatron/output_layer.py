@@ -65,8 +65,12 @@ def armed(
         if reason is not None:
             request.outcome = Outcome("full", reason)
             return ordinary(input_, weight, *args, **kwargs)
-        answer = _answer(head, input_, used, request, logit_scale)
-        request.outcome = Outcome("compact", bytes_not_allocated=_bytes_not_allocated(input_, used, request))
+        answer, projected = _answer(head, input_, used, request, logit_scale)
+        request.outcome = Outcome(
+            "compact",
+            projected_rows=projected,
+            bytes_not_allocated=_bytes_not_allocated(input_, used, request, projected),
+        )
         return answer, None
 
     with forward_replaced(head, forward):
@@ -77,11 +81,12 @@ def _bytes_not_allocated(
     hidden: Tensor,  # (sequence / tensor-parallel size, batch, hidden)
     weight: Tensor,  # (vocab_local, hidden)
     request: Request,
+    projected: int,
 ) -> int:
     """The fp32 logits of every row, which the full path hands to the loss, less what the compact forward holds."""
     selection, vocab_local = request.selection, weight.shape[0]
     dtype = wide_dtype(hidden) if request.fp32_logits else hidden.dtype
-    plan = plan_chunks(selection.kept, vocab_local, dtype, hidden.device, request.chunk_bytes)
+    plan = plan_chunks(projected, vocab_local, dtype, hidden.device, request.chunk_bytes)
     keeps = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     held = plan.bytes_in_forward(dtype, keeps=keeps, spare=request.entropy != "none")
     return max(4 * selection.num_rows * vocab_local - held, 0)
@@ -93,7 +98,7 @@ def _answer(
     weight: Tensor,  # (vocab_local, hidden)
     request: Request,
     logit_scale: float,
-) -> Tensor:  # (sequence, batch, 2 or 3) fp32
+) -> tuple[Tensor, int]:  # (sequence, batch, 2 or 3) fp32, and how many rows were projected for it
     selection = request.selection
     # Megatron leaves the group None where torch.distributed was never started.
     group = head.tp_group if head.tp_group is not None and head.tp_group.size() > 1 else None
@@ -126,4 +131,5 @@ def _answer(
     columns = [stats.log_probs, entropy] + ([] if stats.sum_p2 is None else [stats.sum_p2])
     scalars = projected.give_back(torch.stack(columns, dim=-1))
     scattered = scatter(scalars, selection.indices, selection.num_rows)
-    return rearrange(scattered, "(sequence batch) scalar -> sequence batch scalar", batch=request.batch)
+    answer = rearrange(scattered, "(sequence batch) scalar -> sequence batch scalar", batch=request.batch)
+    return answer, projected.targets.shape[0]

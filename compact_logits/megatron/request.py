@@ -28,6 +28,7 @@ class Outcome:
 
     path: Literal["compact", "full"]
     reason: str = ""
+    projected_rows: int = 0  # of the compact path: the kept ones, or this rank's share of all ranks'
     bytes_not_allocated: int = 0  # of logits, less than on the full path
 
 

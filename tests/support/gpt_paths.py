@@ -17,7 +17,7 @@ from compact_logits.megatron.kept_rows import ContextShare
 from compact_logits.rows import RowSelection
 from compact_logits.scorers.log_prob_scorer import Entropy
 
-__all__ = ["MASKS", "Cut", "Micro", "compact_pass", "full_pass", "micro_batch"]
+__all__ = ["MASKS", "VOCAB", "Cut", "Micro", "compact_pass", "full_pass", "micro_batch"]
 
 TOTALS, RESPONSES, VOCAB = (17, 24, 5, 10), (9, 20, 3, 10), 96
 MASKS = ("holes", "nothing", "everything", "one row", "first sequence")
