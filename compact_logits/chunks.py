@@ -68,8 +68,15 @@ class ChunkPlan:
 
     def slices(self) -> list[slice]:
         """Which columns stand in one chunk; one empty slice where there are no columns."""
-        starts = range(0, max(self.columns, 1), max(self.width, 1))
-        return [slice(start, min(start + self.width, self.columns)) for start in starts]
+        return [slice(start, min(start + self.width, self.columns)) for start in self._starts]
+
+    @property
+    def num_slices(self) -> int:
+        return len(self._starts)
+
+    @property
+    def _starts(self) -> range:
+        return range(0, max(self.columns, 1), max(self.width, 1))
 
     def blocks(self, rows: int) -> Iterator[slice]:
         """Blocks of a chunk with so many rows, counted from its first one."""
@@ -82,7 +89,7 @@ class ChunkPlan:
             return 0
         work = work_dtype(dtype)
         blocks = (keeps or dtype != work) + spare
-        chunks = min(self.held, len(self.slices())) if keeps else 1
+        chunks = min(self.held, self.num_slices) if keeps else 1
         return self.width * (chunks * self.height * dtype.itemsize + blocks * self.block * work.itemsize)
 
 

@@ -40,32 +40,32 @@ class HeldLogits:
     ) -> HeldLogits:
         """No more bytes than the plan holds, lent ones included."""
         most = plan.held if keep else 1
-        places, lent = min(most, len(plan.slices())) if plan.rows else 0, None
+        places, lent = min(most, plan.num_slices) if plan.rows else 0, None
         if keep and lends and lending_pays(plan, weight, dtype):
             lent = weight.new_empty(weight.shape)
             whole, rest = divmod(weight.numel(), plan.height * plan.width)
-            places = min(most - whole - (rest > 0), len(plan.slices()) - whole + 1)
+            places = min(most - whole - (rest > 0), plan.num_slices - whole + 1)
         return cls(plan, rows.new_empty(places * plan.height, plan.width, dtype=dtype), lent)
 
     @property
     def order(self) -> list[int]:
         """The slices, as backward is to go through them."""
-        every = range(self._slices)
+        every = range(self.plan.num_slices)
         if self.lent is not None:
             return list(every)
-        first = self._slices - self._own_places
+        first = self.plan.num_slices - self._own_places
         return [*every[first:], *every[:first]]
 
     def stays(self, index: int) -> bool:
         """Whether forward leaves the logits of slice `index`."""
         if self.lent is not None:
             return index < self._lent_places + self._own_places - 1
-        return index >= self._slices - self._own_places
+        return index >= self.plan.num_slices - self._own_places
 
     def chunk(self, index: int, rows: int, columns: int) -> Tensor:  # (rows, columns), contiguous
         """The place of slice `index`."""
         if self.lent is None:
-            return self._own(index - (self._slices - self._own_places), rows, columns)
+            return self._own(index - (self.plan.num_slices - self._own_places), rows, columns)
         if index < self._lent_places:
             return _cut(self.lent, index * self._stride, rows, columns)
         return self._own((index - self._lent_places + 1) if self.stays(index) else 0, rows, columns)
@@ -85,10 +85,6 @@ class HeldLogits:
         return _cut(self.own, max(place, 0) * self._chunk, rows, columns)
 
     @property
-    def _slices(self) -> int:
-        return len(self.plan.slices())
-
-    @property
     def _own_places(self) -> int:
         return self.own.shape[0] // self.plan.height
 
@@ -96,7 +92,7 @@ class HeldLogits:
     def _lent_places(self) -> int:
         if self.lent is None:
             return 0
-        return min((self.lent.numel() - self._chunk) // self._stride + 1, self._slices)
+        return min((self.lent.numel() - self._chunk) // self._stride + 1, self.plan.num_slices)
 
     @property
     def _stride(self) -> int:  # of places in lent memory
@@ -125,7 +121,7 @@ def lending_pays(
     if not chunk or plan.height < plan.rows or dtype != weight.dtype:
         return False
     whole, rest = divmod(weight.numel(), chunk)
-    return whole >= 2 and whole + (rest > 0) < min(plan.held, len(plan.slices()))
+    return whole >= 2 and whole + (rest > 0) < min(plan.held, plan.num_slices)
 
 
 def _cut(memory: Tensor, first: int, rows: int, columns: int) -> Tensor:

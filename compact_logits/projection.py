@@ -130,13 +130,13 @@ class _ScoreHidden(torch.autograd.Function):
         scratch = Scratch(plan, rows)
         d_rows = torch.empty_like(rows, memory_format=torch.contiguous_format) if needs_hidden else None
         d_bias = torch.zeros(weight.shape[0], dtype=work, device=rows.device) if needs_bias else None
-        groups, slices = plan.groups(), plan.slices()
+        groups, slices, order = plan.groups(), plan.slices(), held.order
         if needs_weight:
             ctx.weight_grad.begin(weight, len(groups), held.lent)
         wait = None
         for group in reversed(groups):
             d_group = None if d_rows is None else HiddenGrad(d_rows[group], len(slices))
-            for index in held.order:
+            for index in order:
                 columns = slices[index]
                 logits = held.chunk(index, _length(group), _length(columns))
                 if not (ready and group == groups[-1] and held.stays(index)):
@@ -147,7 +147,7 @@ class _ScoreHidden(torch.autograd.Function):
                 d_logits = _turned(logits, rows.dtype, part, plan, scratch, group.start, saved, grads, of_columns)
                 if d_group is not None:
                     d_group.add(d_logits, weight[columns])
-                    if index == held.order[-1]:
+                    if index == order[-1]:
                         d_group.finish()
                         if group == groups[0]:  # the reduction runs while the last weight product is formed
                             wait = ctx.exchange.start_reduce(d_rows)
