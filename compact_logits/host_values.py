@@ -6,7 +6,6 @@ import operator
 import reprlib
 from numbers import Real
 
-import torch
 from torch import Tensor
 
 __all__ = ["as_float", "as_index", "shown"]
@@ -22,9 +21,12 @@ def as_index(value: object) -> int | None:
 
     `None` for anything else: a bool, a float, a number that int64 does not hold.
     """
-    if isinstance(value, bool) or (isinstance(value, Tensor) and value.dtype == torch.bool):
+    if isinstance(value, bool):
         return None
     try:
+        # Some versions of numpy let their bools index a list.
+        if str(getattr(value, "dtype", "")) in ("bool", "torch.bool"):
+            return None
         number = operator.index(value)  # type: ignore[arg-type]
     except Exception:
         return None

@@ -227,10 +227,13 @@ def test_ranks_make_the_same_calls_with_and_without_a_graph(rank_pool: RankPool)
         assert torch.equal(told["gradient False"], told["gradient True"])
 
 
-def on_a_mesh(rank: int, world: int) -> None:
+def on_a_mesh(rank: int, world: int) -> bool:
     mesh = mesh_of(2)
     ids = IDS[None, : ROWS - 1, 0]
     logits = cut(given(1, ROWS, COLUMNS).detach(), mesh, [Shard(2)], grad=True)
+    (torchs_own,) = torch.autograd.grad(logits.to_local().exp().sum(), logits, create_graph=True)
+    if torchs_own.grad_fn is None:
+        return False
     plain = torch.autograd.grad(compute_logprobs(logits, ids).sum(), logits)[0]
     (d_logits,) = torch.autograd.grad(compute_logprobs(logits, ids).sum(), logits, create_graph=True)
     assert torch.equal(d_logits.detach().full_tensor(), plain.full_tensor())
@@ -248,10 +251,12 @@ def on_a_mesh(rank: int, world: int) -> None:
         compute_logprobs_from_hidden(local, head, ids).sum(), head.weight, create_graph=True
     )
     refused(lambda: of_module.sum().backward())
+    return True
 
 
 def test_gradients_of_dtensors_are_refused_too(rank_pool: RankPool) -> None:
-    rank_pool.run(2, on_a_mesh)
+    if rank_pool.run(2, on_a_mesh) == [False, False]:
+        pytest.skip("this torch cuts the graph of every DTensor's gradient at to_local")
 
 
 def through_megatron(rank: int, world: int, sequence_parallel: bool) -> None:

@@ -178,3 +178,10 @@ def test_refusals_say_what_to_do(rank_pool: RankPool) -> None:
     for messages in rank_pool.run(4, refusals):
         for message, part in zip(messages, parts, strict=True):
             assert part in message
+
+
+@pytest.mark.parametrize("bias", [0, "x", [0.0] * 12])
+def test_a_bias_that_is_no_tensor_is_named(bias: object) -> None:
+    hidden, weight, _, ids, _ = inputs(12, 4)
+    with pytest.raises(InputError, match="needed a tensor as bias, got "):
+        compute_logprobs_from_hidden(hidden, weight, ids, bias=bias)  # type: ignore[arg-type]

@@ -76,6 +76,8 @@ def _score(
 ) -> tuple[Tensor, Targets]:  # (local batch, target positions), and what they are log-probs of
     validation.check_tensor("hidden", hidden)
     validation.check_tensor("lm_head_weight", weight)
+    if bias is not None:
+        validation.check_tensor("bias", bias)
     if hidden.dim() != 3 or weight.dim() != 2:
         raise InputError(
             f"needed hidden (batch, positions, hidden) and a weight (vocab, hidden), got {tuple(hidden.shape)} and "
