@@ -29,10 +29,10 @@ def first_order(backward: _Backward) -> _Backward:
     def once(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         if not torch.is_grad_enabled():
             return backward(ctx, *grads)
-        # Asked for before backward runs, which may write over what was saved.
-        causes = [each for each in (*ctx.saved_tensors, *grads) if each is not None and each.requires_grad]
+        once_read = _ReadOnce(ctx)
+        causes = [each for each in (*once_read.saved_tensors, *grads) if each is not None and each.requires_grad]
         with torch.no_grad():
-            results = backward(ctx, *grads)
+            results = backward(once_read, *grads)
         tensors = [each for each in results if each is not None]
         if not causes or not tensors:
             return results
@@ -47,6 +47,20 @@ def edge_of(
 ) -> Tensor:  # (0, ...), own storage
     """Nothing, that needs a gradient where `tensor` does and leads to it: to be saved in the place of `tensor`."""
     return tensor.index_select(0, torch.empty(0, dtype=torch.int64, device=tensor.device))
+
+
+class _ReadOnce:
+    """A node's context whose saved tensors are asked for a single time: activation checkpointing allows no second one,
+    and backward may write over them."""
+
+    def __init__(self, ctx: Any) -> None:
+        vars(self).update(_ctx=ctx, saved_tensors=ctx.saved_tensors)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["_ctx"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(vars(self)["_ctx"], name, value)
 
 
 class _RefuseAgain(torch.autograd.Function):

@@ -10,42 +10,21 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.tensor import Replicate, Shard
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from compact_logits import first_order, linear_log_probs, linear_topk_kl, log_probs, topk_kl
-from compact_logits.balance import Transfers, return_rows
-from compact_logits.cli.cpu_model import build_gpt, cpu_megatron
-from compact_logits.errors import InputError
-from compact_logits.exchange import SequenceSharded
 from compact_logits.integrations.torchforge import compute_logprobs, compute_logprobs_from_hidden
-from compact_logits.megatron import Request
-from compact_logits.megatron.output_layer import armed
-from compact_logits.projection import score_hidden
-from compact_logits.scorers.log_prob_scorer import LogProbScorer
-from tests.support.collectives import count_collectives
-from tests.support.gpt_paths import VOCAB, Cut, micro_batch
-from tests.support.meshes import cut, mesh_of
-from tests.support.ranks import RankPool
-from tests.support.sharded_head import shard_of
+from tests.support.differentiated_again import COLUMNS, HIDDEN, IDS, ROWS, given, refused
 from tests.support.source_tree import modules
 
-ROWS, HIDDEN, COLUMNS = 5, 4, 11
-TOLD = r"a gradient of \(.*\), which compact_logits has computed under create_graph=True, was differentiated again"
-
 Call = Callable[..., Tensor]
-
-
-def given(*shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(len(shape) + sum(shape))).requires_grad_()
 
 
 def pieces() -> tuple[Tensor, Tensor, Tensor]:
     return given(ROWS, HIDDEN), given(COLUMNS, HIDDEN), given(COLUMNS)
 
 
-IDS = torch.arange(ROWS * 2).view(ROWS, 2)
 TEACHER = torch.full((ROWS, 2), -1.5)
 MASK = torch.arange(ROWS) % 2 == 0
 
@@ -80,15 +59,6 @@ def inputs_of(count: int) -> list[Tensor]:
     return [given(ROWS, COLUMNS)] if count == 1 else list(pieces())
 
 
-def refused(differentiate: Callable[[], Any]) -> None:
-    with pytest.raises(InputError, match=TOLD) as caught:
-        differentiate()
-    assert str(caught.value).endswith(
-        "and it offers no second derivatives; use the gradient's detach() where it is a mere number, or compute these "
-        "rows in plain torch, as compact_logits.reference does"
-    )
-
-
 @pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
 @each_loss
 @each_call
@@ -119,6 +89,26 @@ def test_a_second_derivative_is_an_error_however_it_is_asked_for(call: Call, cou
         for at in range(count):
             # Of each gradient by each input alone: by `grad` the engine walks no other way than to that input.
             refused(lambda at=at, wanted=wanted: torch.autograd.grad(gradients()[at].sum(), wanted, allow_unused=True))
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, None])
+def test_under_activation_checkpointing_and_after_another_backward_it_is_the_same(chunk_bytes: int | None) -> None:
+    def score(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        through_logits = log_probs(hidden @ weight.T, IDS[:, 0]).log_probs
+        return (
+            through_logits + linear_log_probs(hidden, weight, IDS[:, 0], bias=bias, chunk_bytes=chunk_bytes).log_probs
+        )
+
+    inputs = pieces()
+    plain = torch.autograd.grad(score(*inputs).sum(), inputs)
+    values = checkpoint(score, *inputs, use_reentrant=False)
+    first = torch.autograd.grad(values.sum(), inputs, create_graph=True)
+    kept = score(*inputs).sum()
+    again = [torch.autograd.grad(kept, inputs, create_graph=True) for _ in range(3)]
+    for found in (first, *again):
+        assert all(torch.equal(one.detach(), other) for one, other in zip(found, plain, strict=True))
+        for gradient in found:
+            refused(lambda gradient=gradient: torch.autograd.grad(gradient.sum(), inputs, allow_unused=True))
 
 
 def test_torchs_own_hessian_is_an_error_and_not_zero() -> None:
@@ -188,97 +178,6 @@ def test_a_graph_that_is_dropped_is_gone_at_once_without_a_collection() -> None:
             assert nodes() == 0
     finally:
         gc.enable()
-
-
-def over_ranks(rank: int, world: int) -> dict[str, Any]:
-    """Collectives of a first derivative, without and with a graph, and what a second one says."""
-    cuts = [0, 3, COLUMNS]
-    shard = shard_of(rank, cuts)
-    weight = given(COLUMNS, HIDDEN).detach()[cuts[rank] : cuts[rank + 1]]  # frozen: nothing but the rows leads on
-    counts = (2, 3)
-    rows = given(ROWS, HIDDEN).detach().split(counts)[rank].clone().requires_grad_()
-    scorer = LogProbScorer(IDS[:, 0], shard, 1.0, "none")
-    told: dict[str, Any] = {}
-
-    def scored() -> Tensor:
-        exchange = SequenceSharded(dist.group.WORLD, counts)
-        return score_hidden(rows, weight, None, scorer, exchange=exchange, group=shard.group)[0].sum()
-
-    for graph in (False, True):
-        values = scored()
-        with count_collectives() as counted:
-            (d_rows,) = torch.autograd.grad(values, rows, create_graph=graph)
-        told[f"calls {graph}"] = dict(counted)
-        told[f"gradient {graph}"] = d_rows.detach()
-    refused(lambda: torch.autograd.grad(d_rows.sum(), rows, allow_unused=True))
-    transfers = [Transfers.even(counts)]
-    held = sum(transfers[0].received(rank))
-    mine = given(held).detach().requires_grad_()
-    back = return_rows(mine, dist.group.WORLD, transfers)
-    (d_mine,) = torch.autograd.grad(back.exp().sum(), mine, create_graph=True)
-    torch.testing.assert_close(d_mine.detach(), mine.detach().exp())
-    refused(lambda: torch.autograd.grad(d_mine.sum(), mine))
-    return told
-
-
-def test_ranks_make_the_same_calls_with_and_without_a_graph(rank_pool: RankPool) -> None:
-    for told in rank_pool.run(2, over_ranks):
-        assert told["calls False"] == told["calls True"] == {"reduce_scatter_tensor": 1}
-        assert torch.equal(told["gradient False"], told["gradient True"])
-
-
-def on_a_mesh(rank: int, world: int) -> bool:
-    mesh = mesh_of(2)
-    ids = IDS[None, : ROWS - 1, 0]
-    logits = cut(given(1, ROWS, COLUMNS).detach(), mesh, [Shard(2)], grad=True)
-    (torchs_own,) = torch.autograd.grad(logits.to_local().exp().sum(), logits, create_graph=True)
-    if torchs_own.grad_fn is None:
-        return False
-    plain = torch.autograd.grad(compute_logprobs(logits, ids).sum(), logits)[0]
-    (d_logits,) = torch.autograd.grad(compute_logprobs(logits, ids).sum(), logits, create_graph=True)
-    assert torch.equal(d_logits.detach().full_tensor(), plain.full_tensor())
-    refused(lambda: d_logits.to_local().sum().backward())
-    hidden = cut(given(1, ROWS, HIDDEN).detach(), mesh, [Replicate()], grad=True)
-    weight = cut(given(COLUMNS, HIDDEN).detach(), mesh, [Shard(0)], grad=True)
-    gradients = torch.autograd.grad(
-        compute_logprobs_from_hidden(hidden, weight, ids).sum(), (hidden, weight), create_graph=True
-    )
-    refused(lambda: gradients[0].to_local().sum().backward())
-    refused(lambda: gradients[1].to_local().sum().backward())
-    head = nn.Linear(HIDDEN, COLUMNS)
-    local = given(1, ROWS, HIDDEN)
-    (of_module,) = torch.autograd.grad(
-        compute_logprobs_from_hidden(local, head, ids).sum(), head.weight, create_graph=True
-    )
-    refused(lambda: of_module.sum().backward())
-    return True
-
-
-def test_gradients_of_dtensors_are_refused_too(rank_pool: RankPool) -> None:
-    if rank_pool.run(2, on_a_mesh) == [False, False]:
-        pytest.skip("this torch cuts the graph of every DTensor's gradient at to_local")
-
-
-def through_megatron(rank: int, world: int, sequence_parallel: bool) -> None:
-    with cpu_megatron(rank, world, tp=2):
-        model = build_gpt(tp=2, vocab=VOCAB, layers=1, sequence_parallel=sequence_parallel)
-        micro = micro_batch(rank, Cut(2), "holes")
-        shape = (micro.layout.num_rows // (2 if sequence_parallel else 1), 1, 32)
-        for frozen in (True, False):
-            model.output_layer.weight.requires_grad_(not frozen)
-            hidden = given(*shape)
-            gradients = []
-            for graph in (False, True):
-                with armed(model.output_layer, Request(micro.selection, entropy="loss", chunk_bytes=1)):
-                    answer, _ = model.output_layer(hidden)
-                gradients.append(torch.autograd.grad(answer.sum(), hidden, create_graph=graph)[0])
-            assert torch.equal(gradients[0], gradients[1].detach())
-            refused(lambda got=gradients[1], by=hidden: torch.autograd.grad(got.sum(), by, allow_unused=True))
-
-
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_megatrons_head_refuses_it_too(rank_pool: RankPool, sequence_parallel: bool) -> None:
-    rank_pool.run(2, through_megatron, sequence_parallel)
 
 
 def undecorated(tree: ast.AST) -> list[str]:
