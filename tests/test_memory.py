@@ -159,7 +159,7 @@ def test_case_3_8_no_gradient_is_formed_for_a_frozen_head() -> None:
 @each_dtype
 @pytest.mark.parametrize("chunk_bytes", [BUDGET, UNLIMITED])
 def test_backward_writes_over_the_logits_that_forward_left(chunk_bytes: int, dtype: torch.dtype) -> None:
-    rows = 2000
+    rows = 3000
     hidden, weight, bias, targets = leaves(dtype, rows)
     plan = plan_chunks(rows, VOCAB, dtype, torch.device("cpu"), chunk_bytes)
     assert plan.height > 2 * plan.block
