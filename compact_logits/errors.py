@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-__all__ = ["CompactLogitsError", "ConfigError", "InputError", "LayoutError", "PatchError", "RefusedError"]
+__all__ = [
+    "CompactLogitsError",
+    "ConfigError",
+    "DisagreementError",
+    "InputError",
+    "LayoutError",
+    "PatchError",
+    "RefusedError",
+]
 
 
 class CompactLogitsError(ValueError):
@@ -15,6 +23,10 @@ class ConfigError(CompactLogitsError):
 
 class InputError(CompactLogitsError):
     """A tensor's shape, dtype, range or origin is not what the function computes on."""
+
+
+class DisagreementError(InputError):
+    """The ranks of a group were asked different things. All of them raise it."""
 
 
 class LayoutError(CompactLogitsError):

@@ -28,13 +28,16 @@ CUTS = {2: [0, 3, 11], 4: [0, 5, 5, 8, 11]}
 Counts = tuple[dict[str, int], dict[str, int]]
 
 
-def counted(rank: int, world: int, rows: int, chunk_bytes: int | None, trained: str, entropy: str) -> Counts:
+def counted(
+    rank: int, world: int, rows: int, chunk_bytes: int | None, trained: str, entropy: str, check_ranks: bool = False
+) -> Counts:
     """Calls in forward and in backward, with gradients of the inputs named in `trained`."""
     head, shard = of_rank(Head.random(rows, 4, 11), rank, CUTS[world]), shard_of(rank, CUTS[world])
     hidden = head.hidden.requires_grad_("hidden" in trained)
     weight = head.weight.requires_grad_("weight" in trained)
     with count_collectives() as forward:
-        result = linear_log_probs(hidden, weight, head.targets, shard=shard, entropy=entropy, chunk_bytes=chunk_bytes)
+        options: Any = {"entropy": entropy, "chunk_bytes": chunk_bytes, "check_ranks": check_ranks}
+        result = linear_log_probs(hidden, weight, head.targets, shard=shard, **options)
     with count_collectives() as backward:
         if result.log_probs.requires_grad:
             result.log_probs.sum().backward()
@@ -50,16 +53,19 @@ def test_replicated_rows(rank_pool: RankPool, chunk_bytes: int | None, rows: int
         every = rank_pool.run(world, counted, rows, chunk_bytes, "hidden weight", entropy)
         assert every == [(gather, reduce)] * world
     assert rank_pool.run(world, counted, rows, chunk_bytes, "hidden", "none") == [(gather, reduce)] * world
+    compared = {"all_gather_into_tensor": 2}
+    assert rank_pool.run(world, counted, rows, chunk_bytes, "hidden", "loss", True) == [(compared, reduce)] * world
     assert rank_pool.run(world, counted, rows, chunk_bytes, "weight", "none") == [(gather, {})] * world
     assert rank_pool.run(world, counted, rows, chunk_bytes, "", "none") == [(gather, {})] * world
 
 
-def counted_given_logits(rank: int, world: int, rows: int, chunk_bytes: int | None) -> Counts:
+def counted_given_logits(rank: int, world: int, rows: int, chunk_bytes: int | None, check_ranks: bool) -> Counts:
     shard = shard_of(rank, CUTS[world])
     logits = torch.randn(rows, shard.size, requires_grad=True)
     targets = torch.zeros(rows, dtype=torch.int64)
     with count_collectives() as forward:
-        result = log_probs(logits, targets, shard=shard, entropy="loss", chunk_bytes=chunk_bytes)
+        options: Any = {"chunk_bytes": chunk_bytes, "check_ranks": check_ranks}
+        result = log_probs(logits, targets, shard=shard, entropy="loss", **options)
     with count_collectives() as backward:
         (result.log_probs.sum() + result.entropy.sum()).backward()
     return dict(forward), dict(backward)
@@ -69,8 +75,9 @@ def counted_given_logits(rank: int, world: int, rows: int, chunk_bytes: int | No
 @pytest.mark.parametrize("chunk_bytes", BUDGETS)
 def test_given_logits(rank_pool: RankPool, chunk_bytes: int | None, rows: int) -> None:
     for world in (2, 4):
-        every = rank_pool.run(world, counted_given_logits, rows, chunk_bytes)
-        assert every == [({"all_gather_into_tensor": 1}, {})] * world
+        for check_ranks in (False, True):
+            every = rank_pool.run(world, counted_given_logits, rows, chunk_bytes, check_ranks)
+            assert every == [({"all_gather_into_tensor": 1 + check_ranks}, {})] * world
 
 
 def counted_sequence_sharded(rank: int, world: int, counts: tuple[int, ...], chunk_bytes: int | None) -> Counts:

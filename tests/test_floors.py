@@ -15,6 +15,7 @@ FLOORS: list[set[str]] = [
     {"collectives", "config", "errors", "findings", "host_values", "reference"},
     {
         "agreement",
+        "asked_alike",
         "balance",
         "chunk_product",
         "chunks",

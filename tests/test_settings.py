@@ -18,6 +18,7 @@ FLAGS = [
     *[(name, "tail") for name in ("topk_kl", "linear_topk_kl")],
     ("topk_kl", "inplace_backward"),
     *[(name, flag) for name in FORGE for flag in ("align", "compile")],
+    *[(name, "check_ranks") for name in ("log_probs", "linear_log_probs", "topk_kl", "linear_topk_kl", *FORGE)],
     *[("request", flag) for flag in ("compile", "strict", "check_ranks")],
     *[("size", flag) for flag in ("sequence_parallel", "frozen", "fused")],
     *[("policy", flag) for flag in ("sequence_parallel", "fused")],

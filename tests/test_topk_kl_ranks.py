@@ -73,7 +73,7 @@ def test_sharded_is_as_good_as_plain_code_on_one_rank(
                 assert torch.equal(value, truth[name])
             elif value is not None:
                 assert_close_to_truth(value, same[name].detach(), truth[name].detach(), limit=1e-4, name=name)
-        assert forward == ({"all_gather_into_tensor": 2} if world > 1 else {})
+        assert forward == ({"all_gather_into_tensor": 3} if world > 1 else {})
         assert backward == {}
     gradient = torch.cat([answer[1] for answer in answers], dim=1)
     assert_gradient_close_to_truth(gradient, d_same, d_truth)
@@ -86,32 +86,36 @@ def test_without_a_row_every_rank_still_makes_the_same_calls(rank_pool: RankPool
     for outputs, gradient, forward, backward in rank_pool.run(2, on_a_rank, [0, 20, 40], {"tail": tail}, 0):
         assert all(value is None or value.shape == (0,) for value in outputs)
         assert gradient.shape == (0, 20)
-        assert (forward, backward) == ({"all_gather_into_tensor": 2}, {})
+        assert (forward, backward) == ({"all_gather_into_tensor": 3}, {})
 
 
-def counted(rank: int, world: int, chunk_bytes: int, kind: str) -> tuple[dict[str, int], dict[str, int], int]:
+def counted(
+    rank: int, world: int, chunk_bytes: int, kind: str, check_ranks: bool
+) -> tuple[dict[str, int], dict[str, int]]:
     shard = shard_of(rank, [0, 15, VOCAB])
     case = topk_case(50, vocab=VOCAB, k=K)
     generator = torch.Generator().manual_seed(1)
     hidden = torch.randn(50, HIDDEN, generator=generator, requires_grad=True)
     weight = torch.randn(VOCAB, HIDDEN, generator=generator)[shard.start : shard.stop].clone().requires_grad_()
+    options: Any = {"shard": shard, "chunk_bytes": chunk_bytes, "check_ranks": check_ranks}
     with count_collectives() as forward:
         if kind == "logits":
             z = case.logits.detach()[:, shard.start : shard.stop].clone().requires_grad_()
-            out = topk_kl(z, *case[1:], shard=shard, chunk_bytes=chunk_bytes)
+            out = topk_kl(z, *case[1:], **options)
         else:
-            out = linear_topk_kl(hidden, weight, *case[1:], shard=shard, chunk_bytes=chunk_bytes)
+            out = linear_topk_kl(hidden, weight, *case[1:], **options)
     with count_collectives() as backward:
         out.loss.sum().backward()
     return dict(forward), dict(backward)
 
 
+@pytest.mark.parametrize("check_ranks", [True, False])
 @pytest.mark.parametrize("kind", ["logits", "hidden"])
-def test_no_more_collectives_with_more_chunks(rank_pool: RankPool, kind: str) -> None:
-    one, many = (rank_pool.run(2, counted, budget, kind) for budget in (2**28, 2**11))
+def test_no_more_collectives_with_more_chunks(rank_pool: RankPool, kind: str, check_ranks: bool) -> None:
+    one, many = (rank_pool.run(2, counted, budget, kind, check_ranks) for budget in (2**28, 2**11))
     assert one == many
     expected = {} if kind == "logits" else {"all_reduce": 1}
-    assert one == [({"all_gather_into_tensor": 2}, expected)] * 2
+    assert one == [({"all_gather_into_tensor": 2 + check_ranks}, expected)] * 2
 
 
 class Messages(TorchDispatchMode):
@@ -137,7 +141,7 @@ def message_sizes(rank: int, world: int) -> list[int]:
 
 
 def test_what_travels_is_a_few_numbers_a_row_and_no_vocabulary(rank_pool: RankPool) -> None:
-    assert rank_pool.run(2, message_sizes) == [[6 * (K + 3), 6 * 6]] * 2
+    assert rank_pool.run(2, message_sizes) == [[12, 6 * (K + 3), 6 * 6]] * 2
 
 
 def a_foreign_id(rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor]:

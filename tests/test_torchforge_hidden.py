@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -76,6 +78,7 @@ def on_mesh(
     vocab: int,
     align: bool,
     ids_form: str,
+    check_ranks: bool,
 ) -> dict[str, int]:
     mesh = mesh_of(*sizes)
     hidden, weight, bias, ids, upstream = inputs(vocab, 4 if align else POSITIONS)
@@ -85,7 +88,8 @@ def on_mesh(
     leaves = [leaf, cut(weight, mesh, weight_at, grad=True), cut(bias, mesh, weight_at, grad=True)]
     given_ids = cut(ids, mesh, rows) if ids_form == "shared" else cut(ids, mesh, rows).to_local()
     with count_collectives() as counts:
-        ours = compute_logprobs_from_hidden(*leaves[:2], given_ids, 0.7, align, bias=leaves[2], chunk_bytes=300)
+        options: Any = {"bias": leaves[2], "chunk_bytes": 300, "check_ranks": check_ranks}
+        ours = compute_logprobs_from_hidden(*leaves[:2], given_ids, 0.7, align, **options)
         back = cut(upstream, mesh, rows)
         grads = torch.autograd.grad(ours, leaves, back if ids_form == "shared" else back.to_local())
     values = (
@@ -129,13 +133,14 @@ def test_every_mesh_gives_dense_values_and_gradients(
     align: bool,
     ids_form: str,
 ) -> None:
-    counts = rank_pool.run(world, on_mesh, sizes, hidden_at, weight_at, vocab, align, ids_form)
+    check_ranks = align == (ids_form == "plain")  # with the comparison and without
+    counts = rank_pool.run(world, on_mesh, sizes, hidden_at, weight_at, vocab, align, ids_form, check_ranks)
     assert all(each == counts[0] for each in counts)
     vocabulary_is_cut = S(0) in weight_at
     if hidden_at is not None and S(1) in hidden_at:
-        assert counts[0]["all_gather_into_tensor"] == 2 and counts[0]["reduce_scatter_tensor"] == 1
+        assert counts[0]["all_gather_into_tensor"] == 2 + check_ranks and counts[0]["reduce_scatter_tensor"] == 1
     elif vocabulary_is_cut:
-        assert counts[0]["all_gather_into_tensor"] == 1 and counts[0]["all_reduce"] == 1
+        assert counts[0]["all_gather_into_tensor"] == 1 + check_ranks and counts[0]["all_reduce"] == 1
     batch_is_cut = hidden_at is not None and S(0) in hidden_at
     assert counts[0].get("functional.all_reduce", 0) == (2 if batch_is_cut else 0)  # the weight's and the bias's
 

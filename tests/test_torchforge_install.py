@@ -111,7 +111,7 @@ def test_a_loss_calls_ours(forge: None, monkeypatch: pytest.MonkeyPatch) -> None
     )
     torchforge.install(Namespace(compile={"enable": True}))
     ours = look_up.compute_logprobs(logits, ids, align=False)
-    assert calls == [{"compile": True, "chunk_bytes": 256 * 2**20}]
+    assert calls == [{"compile": True, "chunk_bytes": 256 * 2**20, "check_ranks": True}]
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
 
 
@@ -232,8 +232,8 @@ class Actor(nn.Module):
         return logits
 
 
-def reference(rank: int, world: int, root: str | None, partial: bool) -> dict[str, object]:
-    os.environ["COMPACT_LOGITS"] = "1"
+def reference(rank: int, world: int, root: str | None, partial: bool, check_ranks: str = "1") -> dict[str, object]:
+    os.environ["COMPACT_LOGITS"], os.environ["COMPACT_LOGITS_CHECK_RANKS"] = "1", check_ranks
     model = Actor(partial)
     layout = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
     parallelize_module(model, mesh_of(world), {"output": layout})
@@ -265,10 +265,11 @@ def reference(rank: int, world: int, root: str | None, partial: bool) -> dict[st
 
 @pytest.mark.parametrize("root", TREES)
 def test_the_reference_model_no_longer_gathers(rank_pool: RankPool, root: str | None) -> None:
-    for found in rank_pool.run(2, reference, root, False):
-        assert found["difference"] <= 1e-5 and found["type"] == "Tensor" and found["shape"] == (2, 6)
-        assert found["full"][GATHER] == 1 and found["compact"] == {"all_gather_into_tensor": 1}
-        assert found["findings"] == [("on", "installed, mode on")]
+    for check_ranks, messages in (("1", 2), ("0", 1)):
+        for found in rank_pool.run(2, reference, root, False, check_ranks):
+            assert found["difference"] <= 1e-5 and found["type"] == "Tensor" and found["shape"] == (2, 6)
+            assert found["full"][GATHER] == 1 and found["compact"] == {"all_gather_into_tensor": messages}
+            assert found["findings"] == [("on", "installed, mode on")]
 
 
 @pytest.mark.parametrize("root", TREES)

@@ -145,13 +145,20 @@ def test_a_temperature_that_divides_nothing_is_refused(temperature: float) -> No
 
 
 def sharded(
-    rank: int, world: int, vocab: int, dtype: torch.dtype, align: bool, temperature: float = 0.7, scale: float = 3.0
+    rank: int,
+    world: int,
+    vocab: int,
+    dtype: torch.dtype,
+    align: bool,
+    temperature: float = 0.7,
+    scale: float = 3.0,
+    check_ranks: bool = True,
 ) -> dict[str, int]:
     """One mesh axis over the vocabulary; plain ids give a plain result, the gradient is a DTensor as the logits are."""
     logits, ids, upstream = inputs(vocab, dtype, align, scale)
     leaf = cut(logits, mesh_of(world), [Shard(2)], grad=True)
     with count_collectives() as forward:
-        values = compute_logprobs(leaf, ids, temperature, align)
+        values = compute_logprobs(leaf, ids, temperature, align, check_ranks=check_ranks)
     assert type(values) is Tensor and values.dtype == torch.float32
     with count_collectives() as backward:
         values.backward(upstream)
@@ -172,6 +179,12 @@ def test_case_6_4_logits_sharded_on_the_vocabulary(
     rank_pool: RankPool, world: int, vocab: int, dtype: torch.dtype, align: bool
 ) -> None:
     for counts in rank_pool.run(world, sharded, vocab, dtype, align):
+        assert counts == {"forward all_gather_into_tensor": 2}
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_without_the_comparison_one_message_less(rank_pool: RankPool, world: int) -> None:
+    for counts in rank_pool.run(world, sharded, 13, torch.float32, True, 0.7, 3.0, False):
         assert counts == {"forward all_gather_into_tensor": 1}
 
 

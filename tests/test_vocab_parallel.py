@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from compact_logits import VocabShard, linear_log_probs, log_probs
+from compact_logits.errors import DisagreementError
 from tests.support.linear_head import Head, assert_as_good_as_plain
 from tests.support.ranks import RankPool
 from tests.support.sharded_head import of_rank, shard_of, whole, with_partial_sums
@@ -153,7 +154,10 @@ def test_a_target_that_no_rank_has_is_nan_in_value_and_gradient(rank_pool: RankP
 
 def gathered_twice(rank: int, world: int) -> Tensor:
     """Logits gathered already, passed as this rank's slice."""
-    return log_probs(torch.zeros(2, 6), torch.tensor([0, 5]), shard=shard_of(0, [0, 6])).log_probs
+    given = torch.zeros(2, 6), torch.tensor([0, 5])
+    with pytest.raises(DisagreementError, match=r"got \[0, 6\), \[0, 6\) of ranks 0 to 1, and two ranks hold the ids"):
+        log_probs(*given, shard=shard_of(0, [0, 6]))
+    return log_probs(*given, shard=shard_of(0, [0, 6]), check_ranks=False).log_probs
 
 
 def test_case_6_6_the_whole_vocabulary_on_each_rank_is_not_scored_as_slices(rank_pool: RankPool) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from compact_logits import validation
+from compact_logits.asked_alike import AskedAlike
 from compact_logits.given_logits import rows_of, score_logits
 from compact_logits.projection import as_autocast, score_hidden
 from compact_logits.scorers.log_prob_scorer import Entropy, LogProbScorer, TokenStats, check_entropy
@@ -29,6 +30,7 @@ def linear_log_probs(
     vocab_size: int | None = None,  # ids from here on are padding
     chunk_bytes: int | None = None,
     fp32_logits: bool = False,
+    check_ranks: bool = True,
 ) -> TokenStats:  # fp32 (rows,) each
     """Log-prob of `targets` and entropy under `softmax((hidden @ weight.T + bias) / temperature)`, without the logits.
 
@@ -43,16 +45,25 @@ def linear_log_probs(
     without, padded columns count like any other. Gradients have the dtypes of their inputs; sums over
     chunks are formed in fp32.
 
-    Collectives over `shard.group`: forward one all-gather of three to five fp32 a row; backward one all-reduce of
-    the gradient of `hidden`, if it needs one. Also with zero rows. Raises `InputError` before them, on
-    every rank alike.
+    With `check_ranks`, the ranks of `shard.group` compare first what they were asked (rows, targets, settings, shards),
+    and wait for the answer on the host: all raise the same `DisagreementError` where that is not the same, and also
+    where the arguments of one of them are refused. Pass `False` while a CUDA graph is captured. A rank that passes no
+    shard, or calls nothing, makes the others raise the back end's error when the group's timeout is over.
+
+    Collectives over `shard.group`: forward one all-gather of 96 bytes a rank with `check_ranks`, and one of three to
+    five fp32 a row; backward one all-reduce of the gradient of `hidden`, if it needs one. Also with zero rows. Raises
+    `InputError` before all but the first.
     """
-    validation.check_tensors(hidden=hidden, weight=weight, targets=targets, bias=bias)
-    hidden, weight, bias = as_autocast(hidden, weight, bias)
-    resolved = validation.check_head(hidden, weight, bias, shard)
-    scorer = _checked_scorer(targets, hidden.shape[:1], resolved, temperature, entropy, sum_p2, vocab_size)
-    chunk_bytes = validation.check_chunk_bytes(chunk_bytes)
-    validation.check_flag("fp32_logits", fp32_logits)
+    with AskedAlike("linear_log_probs", shard, check_ranks, hidden, weight, targets) as asked:
+        validation.check_tensors(hidden=hidden, weight=weight, targets=targets, bias=bias)
+        hidden, weight, bias = as_autocast(hidden, weight, bias)
+        resolved = validation.check_head(hidden, weight, bias, shard)
+        scorer = _checked_scorer(targets, hidden.shape[:1], resolved, temperature, entropy, sum_p2, vocab_size)
+        chunk_bytes = validation.check_chunk_bytes(chunk_bytes)
+        validation.check_flag("fp32_logits", fp32_logits)
+        settings = _settings(scorer) | {"fp32_logits": fp32_logits, "bias": bias is not None}
+        of_hidden = {"dtype": hidden.dtype, "hidden size": hidden.shape[1]}
+        asked.told(scorer.targets, scorer.temperature, settings | of_hidden, hidden=hidden)
     options: Any = {"group": resolved.group, "chunk_bytes": chunk_bytes, "fp32_logits": fp32_logits}
     return scorer.named(score_hidden(hidden, weight, bias, scorer, **options))
 
@@ -67,20 +78,24 @@ def log_probs(
     sum_p2: bool = False,
     vocab_size: int | None = None,  # ids from here on are padding
     chunk_bytes: int | None = None,
+    check_ranks: bool = True,
 ) -> TokenStats:  # fp32 (...) each
     """Log-prob of `targets` and entropy under `softmax(logits / temperature)`, over logits that exist already.
 
     Equals `reference.log_probs`; never writes to `logits`, and holds no second tensor of their size in forward and
     only their gradient (in their dtype) in backward, whatever the strides of up to three axes. `shard`, `entropy`,
-    `sum_p2`, `vocab_size` and errors as in `linear_log_probs`.
+    `sum_p2`, `vocab_size`, `check_ranks` and errors as in `linear_log_probs`.
 
-    Collectives over `shard.group`: forward one all-gather of three to five fp32 a row; backward none.
+    Collectives over `shard.group`: forward one all-gather of 96 bytes a rank with `check_ranks`, and one of three to
+    five fp32 a row; backward none.
     """
-    validation.check_tensors(logits=logits, targets=targets)
-    resolved = validation.check_logits(logits, shard)
-    leading = logits.shape[:-1]
-    scorer = _checked_scorer(targets, leading, resolved, temperature, entropy, sum_p2, vocab_size)
-    chunk_bytes = validation.check_chunk_bytes(chunk_bytes)
+    with AskedAlike("log_probs", shard, check_ranks, logits, targets) as asked:
+        validation.check_tensors(logits=logits, targets=targets)
+        resolved = validation.check_logits(logits, shard)
+        leading = logits.shape[:-1]
+        scorer = _checked_scorer(targets, leading, resolved, temperature, entropy, sum_p2, vocab_size)
+        chunk_bytes = validation.check_chunk_bytes(chunk_bytes)
+        asked.told(scorer.targets, scorer.temperature, _settings(scorer) | {"dtype": logits.dtype})
     outputs = score_logits(rows_of(logits), scorer, chunk_bytes=chunk_bytes)
     return scorer.named(tuple(output.view(leading) for output in outputs))
 
@@ -101,3 +116,7 @@ def _checked_scorer(
     validation.check_flag("sum_p2", sum_p2)
     per_row = temperature.flatten() if isinstance(temperature, Tensor) else float(temperature)
     return LogProbScorer(targets.flatten(), shard, per_row, entropy, sum_p2=sum_p2, vocab_size=vocab_size)
+
+
+def _settings(scorer: LogProbScorer) -> dict[str, object]:
+    return {"entropy": scorer.entropy, "sum_p2": scorer.sum_p2, "vocab_size": scorer.vocab_size}

@@ -9,6 +9,7 @@ from einops import rearrange
 from torch import Tensor
 
 from compact_logits import validation
+from compact_logits.asked_alike import AskedAlike
 from compact_logits.chunks import work_dtype
 from compact_logits.errors import InputError
 from compact_logits.given_logits import rows_of, score_logits
@@ -51,6 +52,7 @@ def topk_kl(
     chunk_bytes: int | None = None,
     loss_mask: Tensor | None = None,  # (...) bool
     inplace_backward: bool = False,
+    check_ranks: bool = True,
 ) -> TopKKL:  # (...) each
     """`sum_k q_k (log q_k - log p_k)` over the teacher's ids, with `p = softmax(logits / temperature)`.
 
@@ -69,26 +71,35 @@ def topk_kl(
     others, one wait for the device.
     `inplace_backward`: backward writes the gradient over `logits`, which must be contiguous and which nobody may need
     any more: whoever saved them for a backward of his own gets autograd's error, and so does a second backward.
+    `check_ranks`: as in `linear_log_probs`; compared are also the loss mask, and the teacher of the rows it counts.
 
-    Collectives over `shard.group`: forward two all-gathers, of `k + 2` (`tail`: `k + 3`) and of 6 numbers a row,
-    however many chunks; backward none. Raises `InputError` on every rank alike, before them.
+    Collectives over `shard.group`: forward one all-gather of 96 bytes a rank with `check_ranks`, and two, of `k + 2`
+    (`tail`: `k + 3`) and of 6 numbers a row, however many chunks; backward none. Raises `InputError` before all but the
+    first.
     """
-    teacher = {"teacher_log_probs": teacher_log_probs, "teacher_ids": teacher_ids}
-    validation.check_tensors(logits=logits, **teacher, loss_mask=loss_mask)
-    resolved = validation.check_logits(logits, shard)
-    scorer = _checked_scorer(
-        teacher_log_probs, teacher_ids, logits, resolved, tail, log_prob_min_clamp, tail_mass_eps, temperature
-    )
-    chunk_bytes = validation.check_chunk_bytes(chunk_bytes)
-    validation.check_flag("inplace_backward", inplace_backward)
-    if inplace_backward and not logits.is_contiguous():
-        raise InputError("inplace_backward needs contiguous logits, or it would save nothing; pass logits.contiguous()")
-    leading = logits.shape[:-1]
-    if loss_mask is None:
+    with AskedAlike("topk_kl", shard, check_ranks, logits, teacher_log_probs, teacher_ids) as asked:
+        teacher = {"teacher_log_probs": teacher_log_probs, "teacher_ids": teacher_ids}
+        validation.check_tensors(logits=logits, **teacher, loss_mask=loss_mask)
+        resolved = validation.check_logits(logits, shard)
+        scorer = _checked_scorer(
+            teacher_log_probs, teacher_ids, logits, resolved, tail, log_prob_min_clamp, tail_mass_eps, temperature
+        )
+        chunk_bytes = validation.check_chunk_bytes(chunk_bytes)
+        validation.check_flag("inplace_backward", inplace_backward)
+        if inplace_backward and not logits.is_contiguous():
+            raise InputError(
+                "inplace_backward needs contiguous logits, or it would save nothing; pass logits.contiguous()"
+            )
+        leading = logits.shape[:-1]
+        kept = None if loss_mask is None else _kept_rows(loss_mask, leading)
+        if kept is not None:
+            scorer = scorer.of(kept)
+        _tell(asked, scorer, logits, leading.numel(), place=kept)
+    if kept is None:
         outputs = score_logits(rows_of(logits), scorer, overwrite=inplace_backward, chunk_bytes=chunk_bytes)
         return TopKKL(*[output.view(leading) for output in outputs])
-    flat, kept = rearrange(logits, "... vocab -> (...) vocab"), _kept_rows(loss_mask, leading)
-    outputs = score_logits(flat, scorer.of(kept), window=kept, overwrite=inplace_backward, chunk_bytes=chunk_bytes)
+    flat = rearrange(logits, "... vocab -> (...) vocab")
+    outputs = score_logits(flat, scorer, window=kept, overwrite=inplace_backward, chunk_bytes=chunk_bytes)
     return TopKKL(*[scatter(output, kept, flat.shape[0]).view(leading) for output in outputs])
 
 
@@ -105,6 +116,7 @@ def linear_topk_kl(
     tail_mass_eps: float = 1e-6,
     temperature: float | Tensor = 1.0,  # scalar or (...)
     chunk_bytes: int | None = None,
+    check_ranks: bool = True,
 ) -> TopKKL:  # (...) each
     """`topk_kl(hidden @ weight.T + bias, ...)`, without the logits ever standing in memory.
 
@@ -116,15 +128,17 @@ def linear_topk_kl(
     Collectives over `shard.group`: forward as `topk_kl`; backward one all-reduce of the gradient of `hidden`, if it
     needs one. Also with zero rows.
     """
-    teacher = {"teacher_log_probs": teacher_log_probs, "teacher_ids": teacher_ids}
-    validation.check_tensors(hidden=hidden, weight=weight, **teacher, bias=bias)
-    rows = rearrange(hidden, "... hidden -> (...) hidden") if hidden.dim() else hidden
-    rows, weight, bias = as_autocast(rows, weight, bias)
-    resolved = validation.check_head(rows, weight, bias, shard)
-    scorer = _checked_scorer(
-        teacher_log_probs, teacher_ids, hidden, resolved, tail, log_prob_min_clamp, tail_mass_eps, temperature
-    )
-    chunk_bytes = validation.check_chunk_bytes(chunk_bytes)
+    with AskedAlike("linear_topk_kl", shard, check_ranks, hidden, weight, teacher_log_probs, teacher_ids) as asked:
+        teacher = {"teacher_log_probs": teacher_log_probs, "teacher_ids": teacher_ids}
+        validation.check_tensors(hidden=hidden, weight=weight, **teacher, bias=bias)
+        rows = rearrange(hidden, "... hidden -> (...) hidden") if hidden.dim() else hidden
+        rows, weight, bias = as_autocast(rows, weight, bias)
+        resolved = validation.check_head(rows, weight, bias, shard)
+        scorer = _checked_scorer(
+            teacher_log_probs, teacher_ids, hidden, resolved, tail, log_prob_min_clamp, tail_mass_eps, temperature
+        )
+        chunk_bytes = validation.check_chunk_bytes(chunk_bytes)
+        _tell(asked, scorer, rows, rows.shape[0], hidden=rows, bias=bias)
     outputs = score_hidden(rows, weight, bias, scorer, group=resolved.group, chunk_bytes=chunk_bytes)
     return TopKKL(*[output.view(hidden.shape[:-1]) for output in outputs])
 
@@ -154,6 +168,35 @@ def _checked_scorer(
         temperature=temperature.flatten() if isinstance(temperature, Tensor) else float(temperature),
         log_prob_min_clamp=clamp,
         tail_mass_eps=eps if tail else None,
+    )
+
+
+def _tell(
+    asked: AskedAlike,
+    scorer: TopKScorer,
+    student: Tensor,  # (..., any), logits or hidden states
+    rows: int,
+    *,
+    place: Tensor | None = None,  # (kept,) int64
+    hidden: Tensor | None = None,  # (rows, hidden)
+    bias: Tensor | None = None,  # (vocab_local,)
+) -> None:
+    settings = {
+        "tail_mass_eps": scorer.tail_mass_eps,  # None without the tail
+        "log_prob_min_clamp": scorer.log_prob_min_clamp,
+        "k": scorer.teacher_ids.shape[1],
+        "dtype": student.dtype,
+        "hidden size": None if hidden is None else hidden.shape[1],
+        "bias": bias is not None,
+    }
+    asked.told(
+        scorer.teacher_ids,
+        scorer.temperature,
+        settings,
+        rows=rows,
+        place=place,
+        teacher=scorer.teacher_log_probs,
+        hidden=hidden,
     )
 
 

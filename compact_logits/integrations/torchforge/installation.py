@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from compact_logits.config import Config
-from compact_logits.errors import InputError, RefusedError
+from compact_logits.errors import DisagreementError, InputError, RefusedError
 from compact_logits.integrations.torchforge.endpoint import EndpointPatch
 from compact_logits.integrations.torchforge.logits import compute_logprobs, place_logits
 from compact_logits.patching import Patch, PatchSet
@@ -67,7 +67,10 @@ class Installation:
                     align,
                     compile=self.compile,
                     chunk_bytes=self.config.chunk_bytes,
+                    check_ranks=self.config.check_ranks,
                 )
+            except DisagreementError:
+                raise
             except InputError as error:
                 self._refuse(error)
             whole = logits.logits.full_tensor() if isinstance(logits, ShardedLogits) else logits

@@ -7,10 +7,17 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from compact_logits import validation
+from compact_logits.asked_alike import AskedAlike
 from compact_logits.dtensor import VocabPlacement
 from compact_logits.errors import InputError
 from compact_logits.given_logits import score_logits
-from compact_logits.integrations.torchforge.targets import Targets, aligned_window, check_settings, log_prob_scorer
+from compact_logits.integrations.torchforge.targets import (
+    Targets,
+    aligned_window,
+    check_settings,
+    log_prob_scorer,
+    window_settings,
+)
 from compact_logits.vocab_parallel import VocabShard
 
 __all__ = ["compute_logprobs", "place_logits"]
@@ -26,6 +33,7 @@ def compute_logprobs(
     *,
     compile: bool = False,
     chunk_bytes: int | None = None,
+    check_ranks: bool = True,
 ) -> Tensor:  # (batch, target positions) fp32
     """Log-prob of each of `input_ids` under `softmax(logits / temperature)`, as torchforge's function of this name.
 
@@ -40,25 +48,29 @@ def compute_logprobs(
     replicated over the vocabulary's mesh axis. `compile=True` fuses the passes over the logits, see
     `CompiledLogProbScorer`.
 
-    Collectives over the vocabulary's mesh axis: forward one all-gather of three fp32 a row, backward none.
-    Raises `InputError` for any other placement, shapes that do not fit, ids outside the vocabulary and a temperature
-    that is not positive.
+    Collectives over the vocabulary's mesh axis: forward one all-gather of 96 bytes a rank with `check_ranks`, and one
+    of three fp32 a row, backward none. Raises `InputError` for any other placement, shapes that do not fit, ids outside
+    the vocabulary and a temperature that is not positive; and with `check_ranks` on every rank of that axis where it
+    does on one of them, or where they were asked different things (`DisagreementError`). Pass `check_ranks=False` while
+    a CUDA graph is captured.
     """
-    check_settings(temperature, align=align, compile=compile)
-    chunk_bytes = validation.check_chunk_bytes(chunk_bytes)
     validation.check_tensor("logits", logits)
     if logits.dim() != 3:
         raise InputError(f"needed logits (batch, positions, vocab), got {tuple(logits.shape)}")
     placement = place_logits(logits, align) if isinstance(logits, DTensor) else None
-    targets = Targets.of(input_ids, placement, logits.shape[-1], logits.device)
-    local = logits
-    shard = VocabShard(0, logits.shape[-1])
-    if placement is not None:
-        assert isinstance(logits, DTensor)
-        local, shard = logits.to_local(grad_placements=placement.placements), placement.shard
-    window = aligned_window(local.shape, targets.ids.shape, align, "logits")
-    validation.check_logits(local, shard)
-    scorer = log_prob_scorer(targets.ids, shard, temperature, compile=compile)
+    shard = VocabShard(0, logits.shape[-1]) if placement is None else placement.shard
+    with AskedAlike("compute_logprobs", shard, check_ranks, logits) as asked:
+        check_settings(temperature, align=align, compile=compile)
+        chunk_bytes = validation.check_chunk_bytes(chunk_bytes)
+        targets = Targets.of(input_ids, placement, logits.shape[-1], logits.device)
+        local = logits
+        if placement is not None:
+            assert isinstance(logits, DTensor)
+            local = logits.to_local(grad_placements=placement.placements)
+        window = aligned_window(local.shape, targets.ids.shape, align, "logits")
+        validation.check_logits(local, shard)
+        scorer = log_prob_scorer(targets.ids, shard, temperature, compile=compile)
+        asked.told(targets.asked, scorer.temperature, window_settings(local.shape, window) | {"dtype": local.dtype})
     (log_probs,) = score_logits(local, scorer, window=window, chunk_bytes=chunk_bytes)
     return targets.returned(log_probs.view(targets.ids.shape))
 

@@ -16,7 +16,7 @@ from compact_logits.scorers.compiled import CompiledLogProbScorer
 from compact_logits.scorers.log_prob_scorer import LogProbScorer
 from compact_logits.vocab_parallel import VocabShard
 
-__all__ = ["Targets", "aligned_window", "check_settings", "log_prob_scorer"]
+__all__ = ["Targets", "aligned_window", "check_settings", "log_prob_scorer", "window_settings"]
 
 # What `torch.nn.functional.cross_entropy`, and so torchforge, passes over unless told otherwise.
 _IGNORED = -100
@@ -59,6 +59,11 @@ class Targets:
         validation.check_row_ids(ids, ids.shape, VocabShard(0, vocab), "input_ids")
         return cls(ids, ignored, input_ids, placement)
 
+    @property
+    def asked(self) -> Tensor:  # (local batch * target positions,) int64
+        """The ids, and -100 where they are ignored: what all ranks of the vocabulary's mesh axis must have alike."""
+        return self.ids.masked_fill(self.ignored, _IGNORED).flatten()
+
     def returned(
         self,
         log_probs: Tensor,  # (local batch, target positions)
@@ -93,6 +98,14 @@ def aligned_window(
     if not align and positions != wanted:
         raise InputError(f"{name} has {positions} positions for {wanted} ids; align=False needs as many of each")
     return slice(positions - wanted - 1, positions - 1) if align else slice(0, positions)
+
+
+def window_settings(
+    shape: Sequence[int],  # batch, positions, ...
+    window: slice,
+) -> dict[str, object]:
+    """Which of how many positions predict the ids, as ranks that share a vocabulary compare it."""
+    return {"batch": shape[0], "positions": shape[1], "align": window}
 
 
 def check_settings(temperature: float, *, align: bool, compile: bool) -> None:

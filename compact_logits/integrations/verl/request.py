@@ -136,6 +136,7 @@ def vocab_parallel_kl_wrapper(config: Config) -> Callable[[Callable[..., Any]], 
                 tail_mass_eps=request.tail_mass_eps,
                 chunk_bytes=max(chunk_bytes, 1),
                 loss_mask=request.loss_mask,
+                check_ranks=config.check_ranks,
             )
             request.answered = True
             request.tail = {

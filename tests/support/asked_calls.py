@@ -1,0 +1,81 @@
+"""The numeric functions over a sharded vocabulary, each called on a rank with what that rank is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import Shard
+
+from compact_logits import VocabShard, linear_log_probs, linear_topk_kl, log_probs, topk_kl
+from compact_logits.errors import InputError
+from compact_logits.integrations.torchforge import compute_logprobs, compute_logprobs_from_hidden
+from tests.support.meshes import cut, mesh_of
+
+__all__ = ["CALLS", "CUTS", "ROWS", "VOCAB", "given", "of_mesh", "said_by", "shard"]
+
+VOCAB, ROWS, CUTS = 12, 5, [0, 4, 12]
+
+
+def shard(start: int, stop: int, group: Any = None) -> VocabShard:
+    return VocabShard(start, stop, group or dist.group.WORLD)
+
+
+def given(rank: int) -> dict[str, Any]:
+    """The same question on every rank, and the rank's own slice."""
+    random = torch.Generator().manual_seed(3)
+    columns = slice(CUTS[rank], CUTS[rank + 1])
+    return {
+        "hidden": torch.randn(ROWS, 4, generator=random).requires_grad_(),
+        "weight": torch.randn(VOCAB, 4, generator=random)[columns].clone().requires_grad_(),
+        "logits": torch.randn(ROWS, VOCAB, generator=random)[:, columns].clone().requires_grad_(),
+        "targets": torch.randint(VOCAB, (ROWS,), generator=random),
+        "teacher_log_probs": torch.randn(ROWS, 3, generator=random).log_softmax(dim=1) - 0.1,
+        "teacher_ids": torch.rand(ROWS, VOCAB, generator=random).topk(3, dim=1).indices,
+        "shard": shard(*CUTS[rank : rank + 2]),
+    }
+
+
+def of_mesh(rank: int) -> dict[str, Any]:
+    """The same for torchforge: DTensors over a mesh of all ranks, and plain ids."""
+    random, mesh = torch.Generator().manual_seed(3), mesh_of(dist.get_world_size())
+    return {
+        "logits": cut(torch.randn(2, ROWS, VOCAB, generator=random), mesh, [Shard(2)], grad=True),
+        "hidden": torch.randn(2, ROWS, 4, generator=random).requires_grad_(),
+        "lm_head_weight": cut(torch.randn(VOCAB, 4, generator=random), mesh, [Shard(0)], grad=True),
+        "input_ids": torch.randint(VOCAB, (2, 3), generator=random),
+    }
+
+
+def _call(function: Callable[..., Any], *names: str) -> Callable[[dict[str, Any]], Tensor]:
+    """`function` of the named entries, and of all others that are no entry of `given`."""
+    tensors = {"hidden", "weight", "logits", "targets", "teacher_log_probs", "teacher_ids", "lm_head_weight"}
+
+    def call(asked: dict[str, Any]) -> Tensor:
+        out = function(**{name: value for name, value in asked.items() if name in names or name not in tensors})
+        values: Tensor = out if isinstance(out, Tensor) else out[0]
+        return values
+
+    return call
+
+
+CALLS = {
+    "linear_log_probs": _call(linear_log_probs, "hidden", "weight", "targets"),
+    "log_probs": _call(log_probs, "logits", "targets"),
+    "linear_topk_kl": _call(linear_topk_kl, "hidden", "weight", "teacher_log_probs", "teacher_ids"),
+    "topk_kl": _call(topk_kl, "logits", "teacher_log_probs", "teacher_ids"),
+    "compute_logprobs": _call(compute_logprobs, "logits"),
+    "compute_logprobs_from_hidden": _call(compute_logprobs_from_hidden, "hidden", "lm_head_weight"),
+}
+
+
+def said_by(call: Callable[[dict[str, Any]], Tensor], asked: dict[str, Any]) -> str:
+    """Which error it raises, and with which words."""
+    try:
+        call(asked)
+    except InputError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
