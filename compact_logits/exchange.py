@@ -94,10 +94,15 @@ class SequenceSharded:
     def _slot(self) -> int:
         return max(1, *self.counts)
 
-    def gather(self, rows: Tensor) -> Tensor:
+    def check(self, rows: Tensor) -> None:
+        """Raise the `InputError` that `gather` would raise, unless these are as many rows as this rank's count says."""
         mine = self.counts[self.group.rank()]
         if rows.shape[0] != mine:
             raise InputError(f"this rank's row count is {mine}, but it has {rows.shape[0]} rows")
+
+    def gather(self, rows: Tensor) -> Tensor:
+        self.check(rows)
+        mine = rows.shape[0]
         sent = rows.new_zeros(self._slot, rows.shape[1])
         sent[:mine] = rows
         received = sent.new_empty(self.group.size() * self._slot, rows.shape[1])

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from compact_logits.asked_alike import check_cover
 from compact_logits.errors import DisagreementError
-from tests.support.asked_calls import CALLS, ROWS, given, said_by, shard
+from tests.support.asked_calls import CALLS, REMEDY, ROWS, TOLD, given, said_by, shard
 from tests.support.ranks import RankPool
-from tests.test_misuse import REMEDY, TOLD
 
 PER_ROW = ("hidden", "logits", "targets", "teacher_log_probs", "teacher_ids")
 Asked = dict[str, Any]

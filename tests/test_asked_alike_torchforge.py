@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
 
 from compact_logits.integrations import torchforge
-from tests.support.asked_calls import CALLS, ROWS, of_mesh, said_by
+from tests.support.asked_calls import CALLS, REMEDY, ROWS, TOLD, of_mesh, said_by
+from tests.support.meshes import mesh_of
 from tests.support.ranks import RankPool
 from tests.support.torchforge_plain import plain_logprobs
 from tests.support.torchforge_tree import forge_modules
-from tests.test_misuse import REMEDY, TOLD
 
 Asked = dict[str, Any]
 Change = Callable[[Asked], Asked]
@@ -82,6 +83,27 @@ def test_over_dtensors(rank_pool: RankPool, function: str) -> None:
             )
     assert second["an id"].startswith("InputError: input_ids must be below the vocabulary size 12, got ")
     assert second["T"] == "InputError: the temperature must be positive and finite, got 0.0"
+
+
+def fewer_positions(rank: int, world: int) -> str:
+    """Hidden states sharded on their positions, of which rank 1 has fewer than its part."""
+    asked, mesh = of_mesh(rank), mesh_of(world)
+    asked.pop("logits")
+    asked |= {"align": False, "input_ids": torch.zeros(2, ROWS, dtype=torch.int64)}
+    whole = asked["hidden"].detach()
+    mine = whole.chunk(world, dim=1)[rank][:, rank:]
+    asked["hidden"] = DTensor.from_local(
+        mine, mesh, [Shard(1)], run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+    return said_by(CALLS["compute_logprobs_from_hidden"], asked)
+
+
+def test_a_rank_that_has_not_its_part_of_the_positions(rank_pool: RankPool) -> None:
+    first, second = rank_pool.run(2, fewer_positions, timeout=60)
+    assert first.startswith(
+        "InputError: rank 1 of the group that shares this vocabulary refused what compute_logprobs_from"
+    )
+    assert second.startswith("InputError: this rank's row count is ")
 
 
 def through_torchforge(rank: int, world: int, check_ranks: str) -> dict[str, Any]:

@@ -19,13 +19,11 @@ from compact_logits.megatron import Request, attach, mark
 from compact_logits.megatron.output_layer import armed
 from compact_logits.rows import RowSelection
 from compact_logits.scorers.nucleus import Nucleus
+from tests.support.asked_calls import REMEDY, TOLD
 from tests.support.collectives import count_collectives
 from tests.support.gpt_paths import VOCAB, Cut, Micro, micro_batch
 from tests.support.marked_gpt import call, kept_scalars
 from tests.support.ranks import RankPool
-
-TOLD = "the ranks that share this vocabulary were asked different things: "
-REMEDY = "; give all of them the same loss mask, tokens, temperature and settings"
 
 
 @pytest.mark.parametrize(

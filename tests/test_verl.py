@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from compact_logits.errors import InputError
+from tests.support.asked_calls import REMEDY, TOLD
 from tests.support.ranks import RankPool, run_ranks
 from tests.support.verl_process import (
     MODULES,
@@ -240,3 +243,25 @@ def kl_not_called(rank: int, world: int) -> None:
 
 def test_a_way_around_the_kl_is_noticed() -> None:
     run_ranks(1, kl_not_called)
+
+
+def over_two_ranks(rank: int, world: int, check_ranks: str, mode: str) -> str:
+    """Half of the vocabulary on each rank, and on rank 1 another teacher's log-probs."""
+    start()
+    os.environ["COMPACT_LOGITS_CHECK_RANKS"] = check_ranks
+    with installed() as (_, megatron, workers, _):
+        logits = packed_logits(megatron, mode).detach().chunk(world, dim=-1)[rank].contiguous().requires_grad_()
+        batch = micro_batch()
+        teacher = batch["teacher_logprobs"] - 0.1 * rank
+        try:
+            megatron.compute_forward_kl_topk(logits, teacher, batch["teacher_ids"], loss_config(workers), mode)
+        except InputError as error:
+            return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("mode", ["thd", "bshd"])
+def test_ranks_with_different_teachers_say_so(pool: RankPool, mode: str) -> None:
+    told = f"{TOLD}the teacher's log-probs of rank 1 is not that of rank 0{REMEDY}"
+    assert pool.run(2, over_two_ranks, "1", mode) == [told, told]
+    assert pool.run(2, over_two_ranks, "0", mode) == ["nothing", "nothing"]

@@ -47,8 +47,9 @@ def linear_log_probs(
 
     With `check_ranks`, the ranks of `shard.group` compare first what they were asked (rows, targets, settings, shards),
     and wait for the answer on the host: all raise the same `DisagreementError` where that is not the same, and also
-    where the arguments of one of them are refused. Pass `False` while a CUDA graph is captured. A rank that passes no
-    shard, or calls nothing, makes the others raise the back end's error when the group's timeout is over.
+    where the arguments of one of them are refused. Pass `False`, on all ranks, while a CUDA graph is captured. A rank
+    that passes no shard, or calls nothing, makes the others raise the back end's error when the group's timeout is
+    over.
 
     Collectives over `shard.group`: forward one all-gather of 96 bytes a rank with `check_ranks`, and one of three to
     five fp32 a row; backward one all-reduce of the gradient of `hidden`, if it needs one. Also with zero rows. Raises

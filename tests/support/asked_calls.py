@@ -15,8 +15,10 @@ from compact_logits.errors import InputError
 from compact_logits.integrations.torchforge import compute_logprobs, compute_logprobs_from_hidden
 from tests.support.meshes import cut, mesh_of
 
-__all__ = ["CALLS", "CUTS", "ROWS", "VOCAB", "given", "of_mesh", "said_by", "shard"]
+__all__ = ["CALLS", "CUTS", "REMEDY", "ROWS", "TOLD", "VOCAB", "given", "of_mesh", "said_by", "shard"]
 
+TOLD = "the ranks that share this vocabulary were asked different things: "
+REMEDY = "; give all of them the same loss mask, tokens, temperature and settings"
 VOCAB, ROWS, CUTS = 12, 5, [0, 4, 12]
 
 

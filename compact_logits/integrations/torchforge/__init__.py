@@ -34,7 +34,8 @@ def install(args: Any = None) -> None:
     `args`: an actor or its configuration, of which `compile` is read: a bool, or something with a bool `enable`, as
     torchtitan has it; `compute_logprobs` is then called with it. Without, it is not compiled. Installing twice is
     installing once. A call whose logits are not laid out as `compute_logprobs` needs them goes to torchforge's own
-    function, with the reason logged once.
+    function, with the reason logged once; unless `COMPACT_LOGITS_CHECK_RANKS=0`, on every rank of the vocabulary's mesh
+    axis if on one, and ranks of it that ask for different things raise `DisagreementError`.
 
     Raises `ConfigError` for an unknown setting or another `compile`, `PatchError` for a version of torchforge whose
     signatures are not the proven ones, `ImportError` where torchforge or what it needs is missing, and, with

@@ -103,6 +103,8 @@ def _score(
         local_weight, local_bias = head.localize(weight), None if bias is None else head.localize(bias)
         rows, local_weight, local_bias = as_autocast(rows, local_weight, local_bias)
         shard = validation.check_head(rows, local_weight, local_bias, head.shard)
+        if positions.exchange is not None:
+            positions.exchange.check(rows)
         scorer = log_prob_scorer(positions.in_order(targets.ids), shard, temperature, compile=compile)
         settings = {"dtype": rows.dtype, "hidden size": rows.shape[1], "bias": bias is not None}
         asked.told(targets.asked, scorer.temperature, window_settings(shape, window) | settings, hidden=rows)
