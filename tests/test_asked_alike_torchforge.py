@@ -71,7 +71,7 @@ def asked_differently(rank: int, world: int, function: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("function", ["compute_logprobs", "compute_logprobs_from_hidden"])
 def test_over_dtensors(rank_pool: RankPool, function: str) -> None:
-    first, second = rank_pool.run(2, asked_differently, function, timeout=60)
+    first, second = rank_pool.run(2, asked_differently, function)
     ways = ways_of(torch.zeros(2, 3, dtype=torch.int64))
     assert len(first) == (9 if function.endswith("hidden") else 7)
     for name, said in first.items():
@@ -99,7 +99,7 @@ def fewer_positions(rank: int, world: int) -> str:
 
 
 def test_a_rank_that_has_not_its_part_of_the_positions(rank_pool: RankPool) -> None:
-    first, second = rank_pool.run(2, fewer_positions, timeout=60)
+    first, second = rank_pool.run(2, fewer_positions)
     assert first.startswith(
         "InputError: rank 1 of the group that shares this vocabulary refused what compute_logprobs_from"
     )
@@ -131,7 +131,7 @@ def through_torchforge(rank: int, world: int, check_ranks: str) -> dict[str, Any
 
 
 def test_torchforge_takes_on_every_rank_what_one_refuses_and_on_none_what_differs(rank_pool: RankPool) -> None:
-    first, second = rank_pool.run(2, through_torchforge, "1", timeout=60)
+    first, second = rank_pool.run(2, through_torchforge, "1")
     assert first["other ids"] == second["other ids"] == f"DisagreementError: {TOLD}{differs('the target ids')}{REMEDY}"
     taken = "torchforge's own compute_logprobs takes this call: "
     refused = "rank 1 of the group that shares this vocabulary refused what compute_logprobs was given there, "
