@@ -75,15 +75,18 @@ def add_product_(
     if _offers_wide_product(left):
         _add_wide_product(total, left, right)
         return
-    # No product with a wider result here: widen the factors, a part of the longer axis of `left` at a time. Rounding
-    # each product to the factors' dtype instead would let the error grow with the number of chunks.
+    # No product with a wider result here: widen the factors, a part at a time. Rounding each product to the factors'
+    # dtype instead would let the error grow with the number of chunks.
     m, k = left.shape
     most = max(min(_UPCAST_BYTES, left.nbytes // _UPCAST_PART) // total.dtype.itemsize, 1)
     if m >= k:
-        wide = right.to(total.dtype)
         step = max(most // max(k, 1), 1)
-        for start in range(0, m, step):
-            total[start : start + step].addmm_(left[start : start + step].to(total.dtype), wide)
+        inner = max(_UPCAST_BYTES // (total.dtype.itemsize * max(right.shape[1], 1)), 1)
+        for first in range(0, k, inner):
+            part = slice(first, first + inner)
+            wide = right[part].to(total.dtype)
+            for start in range(0, m, step):
+                total[start : start + step].addmm_(left[start : start + step, part].to(total.dtype), wide)
         return
     step = max(most // (m + right.shape[1]), 1)
     for start in range(0, k, step):

@@ -26,6 +26,7 @@ class HeldLogits:
     plan: ChunkPlan
     own: Tensor  # (places * height, width), the logits' dtype
     lent: Tensor | None = None  # (vocab_local, hidden), the logits' dtype, contiguous
+    ascends: bool = False  # without lent memory too, so that a second backward adds in the order of the first
 
     @classmethod
     def make(
@@ -51,7 +52,7 @@ class HeldLogits:
     def order(self) -> list[int]:
         """The slices, as backward is to go through them."""
         every = range(self.plan.num_slices)
-        if self.lent is not None:
+        if self.lent is not None or self.ascends:
             return list(every)
         first = self.plan.num_slices - self._own_places
         return [*every[first:], *every[:first]]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from compact_logits.chunk_product import narrowed, project, wide_dtype
 from compact_logits.chunks import Block, ChunkPlan, Scratch, plan_chunks, work_dtype
@@ -107,7 +109,8 @@ class _ScoreHidden(torch.autograd.Function):
         held = HeldLogits.make(plan, rows, weight, dtype, keep=True, lends=lends)
         outputs, saved = _forward(rows, weight, bias, scorer, held, keep=True)
         ctx.save_for_backward(rows, weight, bias, held.own, held.lent, *edge, *scorer.inputs, *saved)
-        ctx.spent = False
+        ctx.spent, ctx.one_at_a_time = False, threading.Lock()
+        ctx.lent = None if held.lent is None else StorageWeakRef(held.lent.untyped_storage())
         ctx.scorer, ctx.exchange, ctx.weight_grad, ctx.plan = scorer, exchange, weight_grad, plan
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*[o for o, d in zip(outputs, scorer.differentiable, strict=True) if not d])
@@ -116,6 +119,11 @@ class _ScoreHidden(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        with ctx.one_at_a_time:  # threads may share a graph
+            return _ScoreHidden._backward(ctx, *grads)
+
+    @staticmethod
+    def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         rows, weight, bias, own, lent, _, *rest = ctx.saved_tensors
         saved = rest[len(ctx.scorer.inputs) :]
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
@@ -124,15 +132,18 @@ class _ScoreHidden(torch.autograd.Function):
         grads = tuple(g if g is None else g.to(work) for g in grads)
         # The logits that forward has left are turned into their gradient where they are, and all other chunks are
         # formed in the same memory. `data` keeps that from autograd, which would refuse a second backward; that one
-        # finds them spent, and the lent memory given away, and forms them again.
+        # finds them spent, and the lent memory given away, and forms them again, in the same order.
         ready, ctx.spent = not ctx.spent, True
-        held = HeldLogits(plan, own.data, lent.data if lent is not None and ready else None)
+        there = lent.data.contiguous() if lent is not None and ready else None
+        held = HeldLogits(plan, own.data.contiguous(), there, ascends=lent is not None)
+        # What a saved-tensor hook has brought is its own, and it may use it again.
+        gives = lent is not None and StorageWeakRef(lent.untyped_storage()).cdata == ctx.lent.cdata
         scratch = Scratch(plan, rows)
         d_rows = torch.empty_like(rows, memory_format=torch.contiguous_format) if needs_hidden else None
         d_bias = torch.zeros(weight.shape[0], dtype=work, device=rows.device) if needs_bias else None
         groups, slices, order = plan.groups(), plan.slices(), held.order
         if needs_weight:
-            ctx.weight_grad.begin(weight, len(groups), held.lent)
+            ctx.weight_grad.begin(weight, len(groups), there if gives else None)
         wait = None
         for group in reversed(groups):
             d_group = None if d_rows is None else HiddenGrad(d_rows[group], len(slices))

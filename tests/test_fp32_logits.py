@@ -60,6 +60,19 @@ def test_a_torch_that_forms_wide_products_but_adds_none(monkeypatch: pytest.Monk
         add_product_(before.clone(), left, right)
 
 
+@pytest.mark.parametrize(("m", "k"), [(64, 48), (48, 64), (64, 64), (300, 1), (1, 300)])
+def test_factors_are_widened_a_part_at_a_time(m: int, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("compact_logits.chunk_product._UPCAST_BYTES", 2**14)
+    random = torch.Generator().manual_seed(m)
+    left, right = (torch.randn(*size, generator=random).bfloat16() for size in ((m, k), (k, 1024)))
+    total = torch.randn(m, 1024, generator=random)
+    expected = total.double() + left.double() @ right.double()
+    with AllocationTracker() as seen:
+        add_product_(total, left, right)
+    torch.testing.assert_close(total.double(), expected, rtol=1e-5, atol=1e-5)
+    assert seen.peak_bytes <= 2 * 2**14 < 4 * max(right.numel(), 2**14)
+
+
 @each_budget
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("entropy", ["none", "metric", "loss"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest import mock
 
@@ -179,6 +181,76 @@ def test_saved_tensors_that_were_moved_away_and_back() -> None:
         results.append(torch.autograd.grad(result.log_probs.sum(), [hidden, weight]))
     for one, other in zip(*results, strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_a_hook_s_memory_is_not_given_away() -> None:
+    """An offloader brings saved tensors back into memory that it uses again, in whatever strides."""
+    hidden, weight, targets = leaves(torch.float32)
+    staging, used = torch.empty(10**6), 0
+
+    def unpack(saved: torch.Tensor) -> torch.Tensor:
+        nonlocal used
+        if saved.dtype != torch.float32:
+            return saved
+        start, used = used, used + saved.numel()
+        turned = saved.t() if saved.dim() == 2 else saved
+        return staging[start:used].view(turned.shape).copy_(turned).t()
+
+    expected = None
+    for hooks in ((lambda t: t, lambda t: t), (lambda t: t.detach().clone(), unpack)):
+        with torch.autograd.graph.saved_tensors_hooks(*hooks):
+            result = linear_log_probs(hidden, weight, targets, chunk_bytes=budget_of(torch.float32, 0.7))
+        gradients = torch.autograd.grad(result.log_probs.sum(), [hidden, weight])
+        staging.fill_(7)
+        expected = expected or gradients
+        for one, other in zip(gradients, expected, strict=True):
+            torch.testing.assert_close(one, other)
+            assert one.untyped_storage().nbytes() == one.nbytes
+    assert 0 < used <= staging.numel()
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_all_backwards_add_in_the_same_order() -> None:
+    random = torch.Generator().manual_seed(5)
+    hidden = torch.randn(20, 6, generator=random, dtype=torch.float64).requires_grad_()
+    weight = torch.randn(40, 6, generator=random, dtype=torch.float64).requires_grad_()
+    targets = torch.randint(40, (20,), generator=random)
+
+    def score(*inputs: torch.Tensor) -> torch.Tensor:
+        return linear_log_probs(*inputs, targets, chunk_bytes=int(0.8 * 20 * 40 * 8)).log_probs
+
+    made = []
+    with mock.patch.object(HeldLogits, "make", side_effect=HeldLogits.make) as make:
+        make.side_effect = lambda *args, make=make.side_effect, **kwargs: made.append(make(*args, **kwargs)) or made[-1]
+        loss = score(hidden, weight).sum()
+    assert made[0].lent is not None
+    of_backwards = [torch.autograd.grad(loss, [hidden, weight], retain_graph=True) for _ in range(3)]
+    for other in of_backwards[1:]:
+        assert all(map(torch.equal, of_backwards[0], other))
+    assert torch.autograd.gradcheck(score, (hidden, weight))
+
+
+@pytest.mark.parametrize("part", [0.3, 0.7])  # without lent memory, and with it
+def test_threads_that_share_a_graph(part: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunks, "_CHUNK_BYTES", {"cpu": 2**18})
+    random = torch.Generator().manual_seed(6)
+    hidden = torch.randn(256, 64, generator=random).requires_grad_()
+    weight = torch.randn(2048, 64, generator=random).requires_grad_()
+    targets = torch.randint(2048, (256,), generator=random)
+    loss = linear_log_probs(hidden, weight, targets, chunk_bytes=int(part * 256 * 2048 * 4)).log_probs.sum()
+    together = threading.Barrier(2)
+
+    def backward(_: int) -> tuple[torch.Tensor, ...]:
+        together.wait(timeout=60)
+        return torch.autograd.grad(loss, [hidden, weight], retain_graph=True)
+
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(5):
+            first, second = pool.map(backward, range(2))
+            torch.testing.assert_close(first, second)
+            plain = torch.log_softmax(hidden @ weight.t(), 1).gather(1, targets[:, None]).sum()
+            torch.testing.assert_close(first, torch.autograd.grad(plain, [hidden, weight]), rtol=1e-4, atol=1e-4)
 
 
 @each_dtype

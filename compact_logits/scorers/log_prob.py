@@ -34,9 +34,10 @@ def linear_log_probs(
 ) -> TokenStats:  # fp32 (rows,) each
     """Log-prob of `targets` and entropy under `softmax((hidden @ weight.T + bias) / temperature)`, without the logits.
 
-    Equals `reference.log_probs(hidden @ weight.T, targets)`; never holds `(rows, vocab_local)`, but chunks of at most
-    `chunk_bytes` (default 256 MiB). The product is in the dtype of `hidden`, everything after it in fp32; with
-    `fp32_logits` a product of 16-bit factors is not rounded either, which only CUDA offers (`InputError` elsewhere).
+    Equals `reference.log_probs(hidden @ weight.T, targets)`; of `(rows, vocab_local)` it holds at most `chunk_bytes`
+    (default 256 MiB), in chunks, some of which wait for backward. The product is in the dtype of `hidden`, everything
+    after it in fp32; with `fp32_logits` a product of 16-bit factors is not rounded either, which only CUDA offers
+    (`InputError` elsewhere).
 
     `shard=None`: `weight` is the whole vocabulary. With a shard, `hidden` and `targets` are the same on all ranks of
     its group, and the gradient of `hidden` is summed over it here. `entropy`: `"none"`, `"metric"` (a value, no graph)
