@@ -121,9 +121,9 @@ def linear_topk_kl(
     """`topk_kl(hidden @ weight.T + bias, ...)`, without all the logits standing in memory.
 
     Holds at most `chunk_bytes` of them (default 256 MiB), in chunks, and O(rows * k) numbers. The product is in the
-    dtype of `hidden`, everything after it in fp32. With a shard, `hidden` and the teacher's tensors are the same on all ranks of
-    its group, and the gradient of `hidden` is summed over it here. Gradients have the dtypes of their inputs; sums over
-    chunks are formed in fp32. The other arguments and the errors are as in `topk_kl`.
+    dtype of `hidden`, everything after it in fp32. With a shard, `hidden` and the teacher's tensors are the same on all
+    ranks of its group, and the gradient of `hidden` is summed over it here. Gradients have the dtypes of their inputs;
+    sums over chunks are formed in fp32. The other arguments and the errors are as in `topk_kl`.
 
     Collectives over `shard.group`: forward as `topk_kl`; backward one all-reduce of the gradient of `hidden`, if it
     needs one. Also with zero rows.
