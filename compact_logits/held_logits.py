@@ -68,7 +68,7 @@ class HeldLogits:
         if self.lent is None:
             return self._own(index - (self.plan.num_slices - self._own_places), rows, columns)
         if index < self._lent_places:
-            return _cut(self.lent, index * self._stride, rows, columns)
+            return _cut(self.lent, index * self._chunk, rows, columns)
         return self._own((index - self._lent_places + 1) if self.stays(index) else 0, rows, columns)
 
     def apart(
@@ -79,7 +79,7 @@ class HeldLogits:
         """The logits of slice `index` where its part of the weight's gradient is not written over them."""
         if self.lent is None or index >= self._lent_places:
             return logits
-        begin, end = index * self._stride, (index + 1) * self._of_gradient
+        begin, end = index * self._chunk, (index + 1) * self.plan.width * self.lent.shape[1]
         return logits if begin >= end else self._own(0, *logits.shape).copy_(logits)
 
     def _own(self, place: int, rows: int, columns: int) -> Tensor:
@@ -91,21 +91,11 @@ class HeldLogits:
 
     @property
     def _lent_places(self) -> int:
-        if self.lent is None:
-            return 0
-        return min((self.lent.numel() - self._chunk) // self._stride + 1, self.plan.num_slices)
-
-    @property
-    def _stride(self) -> int:  # of places in lent memory
-        return max(self._chunk, self._of_gradient)
+        return 0 if self.lent is None else self.lent.numel() // self._chunk
 
     @property
     def _chunk(self) -> int:
         return self.plan.height * self.plan.width
-
-    @property
-    def _of_gradient(self) -> int:  # of one slice
-        return 0 if self.lent is None else self.plan.width * self.lent.shape[1]
 
 
 def lending_pays(
@@ -116,7 +106,8 @@ def lending_pays(
     """Whether chunks should stand in the memory of the weight's gradient.
 
     Not where that holds more than the logits or than the budget: it would stand between forward and backward for
-    nothing. Nor where it holds less than two chunks: at an equal peak fewer logits would be left for backward.
+    nothing. Nor where it holds less than two chunks: at an equal peak fewer logits would be left for backward. Where it
+    pays, a slice's part of the gradient is smaller than its chunk, since there are fewer hidden than rows.
     """
     chunk = plan.height * plan.width
     if not chunk or plan.height < plan.rows or dtype != weight.dtype:

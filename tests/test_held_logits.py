@@ -92,7 +92,15 @@ def test_the_check_above_finds_logits_that_are_overwritten() -> None:
         assert overwritten(held, 3)
     with mock.patch.object(HeldLogits, "apart", lambda self, index, logits: logits):
         assert overwritten(held, 3) == [0]
-    with mock.patch.object(HeldLogits, "_stride", property(lambda self: self._chunk // 2)):
+    right = HeldLogits.chunk
+
+    def crowded(self: HeldLogits, index: int, rows: int, columns: int) -> torch.Tensor:
+        if self.lent is None or index >= self._lent_places:
+            return right(self, index, rows, columns)
+        first = index * self._chunk // 2
+        return self.lent.view(-1)[first : first + rows * columns].view(rows, columns)
+
+    with mock.patch.object(HeldLogits, "chunk", crowded):
         assert overwritten(held, 3)
 
 
