@@ -11,8 +11,9 @@ from compact_logits.errors import InputError
 
 __all__ = ["add_product_", "narrowed", "project", "wide_dtype"]
 
-# What is widened at a time: no more than this, and than a part of the chunk that the plan leaves room for.
+# What of each factor is widened at a time: no more than this.
 _UPCAST_BYTES = 8 * 2**20
+# Both together take no more than this part of the first factor, where nobody says how many bytes they may take.
 _UPCAST_PART = 8
 
 _ADDEND_BYTES = 64 * 2**20
@@ -67,6 +68,8 @@ def add_product_(
     total: Tensor,  # (m, n), of the factors' dtype or wider
     left: Tensor,  # (m, k)
     right: Tensor,  # (k, n)
+    *,
+    widened: int = 0,  # bytes that parts of the factors may take, where they have to be widened
 ) -> None:
     """`total += left @ right`, the products of low-precision factors summed in the dtype of `total`."""
     if total.dtype == left.dtype:
@@ -78,20 +81,14 @@ def add_product_(
     # No product with a wider result here: widen the factors, a part at a time. Rounding each product to the factors'
     # dtype instead would let the error grow with the number of chunks.
     m, k = left.shape
-    most = max(min(_UPCAST_BYTES, left.nbytes // _UPCAST_PART) // total.dtype.itemsize, 1)
-    if m >= k:
-        step = max(most // max(k, 1), 1)
-        inner = max(_UPCAST_BYTES // (total.dtype.itemsize * max(right.shape[1], 1)), 1)
-        for first in range(0, k, inner):
-            part = slice(first, first + inner)
-            wide = right[part].to(total.dtype)
-            for start in range(0, m, step):
-                total[start : start + step].addmm_(left[start : start + step, part].to(total.dtype), wide)
-        return
-    step = max(most // (m + right.shape[1]), 1)
-    for start in range(0, k, step):
-        part = slice(start, start + step)
-        total.addmm_(left[:, part].to(total.dtype), right[part].to(total.dtype))
+    most = min(_UPCAST_BYTES, (widened or left.nbytes // _UPCAST_PART) // 2) // total.dtype.itemsize
+    inner = min(max(most // max(right.shape[1], 1), 1), max(k, 1))
+    step = max(most // inner, 1)
+    for first in range(0, k, inner):
+        part = slice(first, first + inner)
+        wide = right[part].to(total.dtype)
+        for start in range(0, m, step):
+            total[start : start + step].addmm_(left[start : start + step, part].to(total.dtype), wide)
 
 
 def _offers_wide_product(rows: Tensor) -> bool:

@@ -61,6 +61,7 @@ class ChunkPlan:
     width: int
     held: int
     block: int
+    widened: int = 0  # bytes that are left for parts of 16-bit factors where they have to be widened
 
     def groups(self) -> list[slice]:
         """Which rows stand in one chunk."""
@@ -78,19 +79,24 @@ class ChunkPlan:
     def _starts(self) -> range:
         return range(0, max(self.columns, 1), max(self.width, 1))
 
+    def logits_in(self, places: int, *, last: bool = True) -> int:
+        """How many logits stand in so many places for a chunk, the last one being the `last` slice's alone or not."""
+        least = self.columns - self._starts[-1] if last and places > 1 else self.width
+        return self.height * ((places - 1) * self.width + least) if places else 0
+
     def blocks(self, rows: int) -> Iterator[slice]:
         """Blocks of a chunk with so many rows, counted from its first one."""
         for start in range(0, rows, self.block):
             yield slice(start, min(start + self.block, rows))
 
-    def bytes_in_forward(self, dtype: torch.dtype, *, keeps: bool, spare: bool) -> int:
-        """The most bytes of logits that stand at one time in a forward pass, which `keeps` some for backward or not."""
+    def bytes_in_forward(self, dtype: torch.dtype, *, keeps: bool, blocks: int) -> int:
+        """The most bytes of logits that stand at one time in a forward pass, which `keeps` some for backward or not,
+        and works on that many blocks of scratch."""
         if not self.rows:
             return 0
         work = work_dtype(dtype)
-        blocks = (keeps or dtype != work) + spare
-        chunks = min(self.held, self.num_slices) if keeps else 1
-        return self.width * (chunks * self.height * dtype.itemsize + blocks * self.block * work.itemsize)
+        logits = self.logits_in(min(self.held, self.num_slices) if keeps else 1)
+        return logits * dtype.itemsize + self.width * blocks * self.block * work.itemsize
 
 
 def plan_chunks(
@@ -99,31 +105,33 @@ def plan_chunks(
     dtype: torch.dtype,
     device: torch.device,
     chunk_bytes: int | None,
+    *,
+    blocks: int = 2,
 ) -> ChunkPlan:
-    """Split `chunk_bytes` into two blocks of fp32 scratch and chunks in the model's dtype. As much as one row takes is
-    held however small the budget."""
+    """Split `chunk_bytes` into blocks of fp32 scratch, of which the passes need so many, and chunks in the model's
+    dtype. As much as one row takes is held however small the budget."""
     row, work_row = dtype.itemsize, work_dtype(dtype).itemsize  # bytes of one column
-    budget, block_bytes = _budget(device, chunk_bytes, least=max(columns, 1) * (row + 2 * work_row))
+    budget, block_bytes = _budget(device, chunk_bytes, least=max(columns, 1) * (row + blocks * work_row))
     widened = budget // _WIDENED_PART[device.type] if device.type in _WIDENED_PART and work_row > row else 0
-    most = budget - 2 * block_bytes - widened
+    most = budget - blocks * block_bytes - widened
     least_width = max(min(columns, _LEAST_WIDTH.get(device.type, _LEAST_WIDTH_ELSEWHERE)), 1)
-    # Besides a chunk there are two blocks, of one row each at the least.
-    fitting = min(most // (row * least_width), (budget // least_width - 2 * work_row) // row)
+    # Besides a chunk there are the blocks, of one row each at the least.
+    fitting = min(most // (row * least_width), (budget // least_width - blocks * work_row) // row)
     height = max(_equal(rows, max(fitting, 1)), 1)
-    fits = rows * columns * row + 2 * max(block_bytes, columns * work_row) <= budget and height >= rows
+    fits = rows * columns * row + blocks * max(block_bytes, columns * work_row) <= budget and height >= rows
     if fits and not (device.type in _CHUNK_BYTES and row == work_row):
         return ChunkPlan(rows, columns, height, columns, 1, _block(block_bytes, columns * work_row, height))
     good_bytes = max(_CHUNK_BYTES.get(device.type, _CHUNK_BYTES_ELSEWHERE), min(_GOOD_WIDTH, columns) * height * row)
     shares = max(most // good_bytes, 1)
     if device.type not in _CHUNK_BYTES:
         shares = min(shares, _MOST_HELD)
-    width = min(most // (shares * height * row), budget // (height * row + 2 * work_row))
+    width = min(most // (shares * height * row), budget // (height * row + blocks * work_row))
     width = min(max(width, least_width), columns)
     if _ALIGNED < width < columns:
         width -= width % _ALIGNED
     some = max(width, 1)
-    held = max((budget - widened - 2 * max(block_bytes, some * work_row)) // (height * some * row), 1)
-    return ChunkPlan(rows, columns, height, width, held, _block(block_bytes, some * work_row, height))
+    held = max((budget - widened - blocks * max(block_bytes, some * work_row)) // (height * some * row), 1)
+    return ChunkPlan(rows, columns, height, width, held, _block(block_bytes, some * work_row, height), widened)
 
 
 def plan_blocks(

@@ -24,7 +24,7 @@ class HeldLogits:
     """
 
     plan: ChunkPlan
-    own: Tensor  # (places * height, width), the logits' dtype
+    own: Tensor  # (logits,), their dtype; of a place that only the last slice takes, no more than that
     lent: Tensor | None = None  # (vocab_local, hidden), the logits' dtype, contiguous
     ascends: bool = False  # without lent memory too, so that a second backward adds in the order of the first
 
@@ -41,12 +41,13 @@ class HeldLogits:
     ) -> HeldLogits:
         """No more bytes than the plan holds, lent ones included."""
         most = plan.held if keep else 1
-        places, lent = min(most, plan.num_slices) if plan.rows else 0, None
+        places, lent, last = min(most, plan.num_slices) if plan.rows else 0, None, True
         if keep and lends and lending_pays(plan, weight, dtype):
             lent = weight.new_empty(weight.shape)
             whole, rest = divmod(weight.numel(), plan.height * plan.width)
             places = min(most - whole - (rest > 0), plan.num_slices - whole + 1)
-        return cls(plan, rows.new_empty(places * plan.height, plan.width, dtype=dtype), lent)
+            last = places == plan.num_slices - whole + 1
+        return cls(plan, rows.new_empty(plan.logits_in(places, last=last), dtype=dtype), lent)
 
     @property
     def order(self) -> list[int]:
@@ -87,7 +88,7 @@ class HeldLogits:
 
     @property
     def _own_places(self) -> int:
-        return self.own.shape[0] // self.plan.height
+        return -(-self.own.shape[0] // max(self._chunk, 1))
 
     @property
     def _lent_places(self) -> int:

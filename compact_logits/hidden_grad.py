@@ -19,8 +19,9 @@ class HiddenGrad:
         self,
         out: Tensor,  # (rows, hidden), written by `finish` at the latest
         slices: int,
+        widened: int = 0,  # bytes that parts of the factors may take, where they have to be widened
     ) -> None:
-        self._out = out
+        self._out, self._widened = out, widened
         work = work_dtype(out.dtype)
         self._total = out if slices == 1 or work == out.dtype else torch.zeros_like(out, dtype=work)
         self._empty = self._total is out
@@ -34,7 +35,7 @@ class HiddenGrad:
             torch.mm(d_logits, weight, out=self._total)
             self._empty = False
         else:
-            add_product_(self._total, d_logits, weight)
+            add_product_(self._total, d_logits, weight, widened=self._widened)
 
     def finish(self) -> None:
         if self._total is not self._out:

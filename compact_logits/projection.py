@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from compact_logits.chunk_product import narrowed, project, wide_dtype
+from compact_logits.chunk_product import project, wide_dtype
 from compact_logits.chunks import Block, ChunkPlan, Scratch, plan_chunks, work_dtype
 from compact_logits.exchange import Local, Replicated, RowExchange
 from compact_logits.first_order import edge_of, first_order
 from compact_logits.held_logits import HeldLogits
 from compact_logits.hidden_grad import HiddenGrad
 from compact_logits.joined_stats import JoinedStats
+from compact_logits.turned_logits import turned
 from compact_logits.weight_grad import ReturnedWeightGrad, WeightGrad
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
     from compact_logits.scorers.contract import Scorer
 
-__all__ = ["as_autocast", "score_hidden"]
+__all__ = ["as_autocast", "blocks_of", "score_hidden"]
 
 
 def as_autocast(
@@ -42,6 +43,18 @@ def as_autocast(
         return tensor if tensor.dtype == torch.float64 else tensor.to(dtype)  # autocast passes fp64 by
 
     return cast(hidden), cast(weight), None if bias is None else cast(bias)
+
+
+def blocks_of(
+    scorer: Scorer,
+    dtype: torch.dtype,  # of the hidden states
+    logits: torch.dtype,
+    *,
+    keeps: bool,  # logits for backward
+) -> int:
+    """How many blocks of scratch the passes of `score_hidden` work on."""
+    in_place = logits == work_dtype(logits) and (not keeps or _leaves_shares(scorer, dtype))
+    return (not in_place) + scorer.needs_spare
 
 
 def score_hidden(
@@ -64,10 +77,10 @@ def score_hidden(
     `fp32_logits` leaves out the rounding of 16-bit logits, where the device offers it; `InputError` where not.
 
     Memory: at most `chunk_bytes` of logits; saved for backward are the projected rows, O(rows) scalars and the logits
-    of as many chunks as the budget holds, over which backward then writes: it forms the other chunks' logits there, and
-    the weight's gradient if that is returned and holds less than they do. Where there are several chunks of 16-bit rows
-    it holds an fp32 sum of the rows' gradient. Collectives: those of `exchange` and of `scorer.merge`, whatever the
-    number of chunks and also with zero rows.
+    of as many chunks as the budget holds, in fp32 their exponentials if those do. Backward writes over them: it forms
+    the other chunks' logits there, and the weight's gradient if that is returned and holds less than they do. Where
+    there are several chunks of 16-bit rows it holds an fp32 sum of the rows' gradient. Collectives: those of `exchange`
+    and of `scorer.merge`, whatever the number of chunks and also with zero rows.
     """
     if exchange is None:
         exchange = Local() if group is None or group.size() == 1 else Replicated(group)
@@ -81,9 +94,9 @@ def score_hidden(
         return _ScoreHidden.apply(hidden, weight, bias, scorer, *options)
     with torch.no_grad():
         rows = exchange.gather(hidden)
-        plan = plan or plan_chunks(rows.shape[0], weight.shape[0], dtype, rows.device, chunk_bytes)
+        plan = plan or _plan(rows, weight, dtype, scorer, chunk_bytes)
         held = HeldLogits.make(plan, rows, weight, dtype, keep=False, lends=False)
-        return _forward(rows, weight, bias, scorer, held, keep=False)[0]
+        return _forward(rows, weight, bias, scorer, held, {}, keep=False)[0]
 
 
 class _ScoreHidden(torch.autograd.Function):
@@ -104,11 +117,15 @@ class _ScoreHidden(torch.autograd.Function):
         edge: tuple[Tensor | None],
     ) -> tuple[Tensor, ...]:
         rows = exchange.gather(hidden)
-        plan = plan or plan_chunks(rows.shape[0], weight.shape[0], dtype, rows.device, chunk_bytes)
+        plan = plan or _plan(rows, weight, dtype, scorer, chunk_bytes)
         lends = weight_grad.lends and ctx.needs_input_grad[1]
         held = HeldLogits.make(plan, rows, weight, dtype, keep=True, lends=lends)
-        outputs, saved = _forward(rows, weight, bias, scorer, held, keep=True)
-        ctx.save_for_backward(rows, weight, bias, held.own, held.lent, *edge, *scorer.inputs, *saved)
+        leaves = _leaves_shares(scorer, rows.dtype)
+        ctx.shares = [index for index in range(plan.num_slices) if leaves and held.stays(index)]
+        largest = rows.new_empty(len(ctx.shares), plan.height)
+        largest_of = dict(zip(ctx.shares, largest, strict=True))
+        outputs, saved = _forward(rows, weight, bias, scorer, held, largest_of, keep=True)
+        ctx.save_for_backward(rows, weight, bias, held.own, held.lent, largest, *edge, *scorer.inputs, *saved)
         ctx.spent, ctx.one_at_a_time = False, threading.Lock()
         ctx.lent = None if held.lent is None else StorageWeakRef(held.lent.untyped_storage())
         ctx.scorer, ctx.exchange, ctx.weight_grad, ctx.plan = scorer, exchange, weight_grad, plan
@@ -124,7 +141,7 @@ class _ScoreHidden(torch.autograd.Function):
 
     @staticmethod
     def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        rows, weight, bias, own, lent, _, *rest = ctx.saved_tensors
+        rows, weight, bias, own, lent, largest, _, *rest = ctx.saved_tensors
         saved = rest[len(ctx.scorer.inputs) :]
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         plan: ChunkPlan = ctx.plan
@@ -138,7 +155,7 @@ class _ScoreHidden(torch.autograd.Function):
         held = HeldLogits(plan, own.data.contiguous(), there, ascends=lent is not None)
         # What a saved-tensor hook has brought is its own, and it may use it again.
         gives = lent is not None and StorageWeakRef(lent.untyped_storage()).cdata == ctx.lent.cdata
-        scratch = Scratch(plan, rows)
+        scratch, largest_of = Scratch(plan, rows), dict(zip(ctx.shares, largest, strict=True))
         d_rows = torch.empty_like(rows, memory_format=torch.contiguous_format) if needs_hidden else None
         d_bias = torch.zeros(weight.shape[0], dtype=work, device=rows.device) if needs_bias else None
         groups, slices, order = plan.groups(), plan.slices(), held.order
@@ -146,16 +163,28 @@ class _ScoreHidden(torch.autograd.Function):
             ctx.weight_grad.begin(weight, len(groups), there if gives else None)
         wait = None
         for group in reversed(groups):
-            d_group = None if d_rows is None else HiddenGrad(d_rows[group], len(slices))
+            d_group = None if d_rows is None else HiddenGrad(d_rows[group], len(slices), plan.widened)
             for index in order:
                 columns = slices[index]
                 logits = held.chunk(index, _length(group), _length(columns))
-                if not (ready and group == groups[-1] and held.stays(index)):
+                stayed = ready and group == groups[-1] and held.stays(index)
+                if not stayed:
                     project(rows[group], weight[columns], None if bias is None else bias[columns], logits)
                 logits = held.apart(index, logits)
-                of_columns = None if d_bias is None else d_bias[columns]
-                part = _part(ctx.scorer, columns, slices)
-                d_logits = _turned(logits, rows.dtype, part, plan, scratch, group.start, saved, grads, of_columns)
+                of_shares = largest_of.get(index) if group == groups[-1] else None
+                d_logits = turned(
+                    logits,
+                    rows.dtype,
+                    _part(ctx.scorer, columns, slices),
+                    plan,
+                    scratch,
+                    group.start,
+                    saved,
+                    grads,
+                    None if d_bias is None else d_bias[columns],
+                    of_shares,
+                    stayed=stayed,
+                )
                 if d_group is not None:
                     d_group.add(d_logits, weight[columns])
                     if index == order[-1]:
@@ -180,8 +209,9 @@ def _forward(
     bias: Tensor | None,
     scorer: Scorer,
     held: HeldLogits,
+    largest: dict[int, Tensor],  # (height,) each, written to; of the last group's slices whose exponentials stay
     *,
-    keep: bool,  # the last group's logits, as they were projected, where they stay
+    keep: bool,  # the last group's logits, as they were projected, where they stay and their exponentials do not
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:  # outputs, saved
     plan = held.plan
     scratch = Scratch(plan, rows)
@@ -193,7 +223,8 @@ def _forward(
         for index, columns in enumerate(slices):
             logits = held.chunk(index, height, _length(columns))
             project(rows[group], weight[columns], None if bias is None else bias[columns], logits)
-            keeping = keep and group == groups[-1] and held.stays(index)
+            of_shares = largest.get(index) if group == groups[-1] else None
+            keeping = keep and of_shares is None and group == groups[-1] and held.stays(index)
             part, of_part = _part(scorer, columns, slices), joined.next()
             for local in plan.blocks(height):
                 size = (_length(local), _length(columns))
@@ -202,39 +233,26 @@ def _forward(
                 spare = scratch.spare(*size) if scorer.needs_spare else None
                 block = slice(group.start + local.start, group.start + local.stop)
                 of_part[local] = part.local_stats(Block(given, z, spare, block))
+            if of_shares is not None:
+                of_shares[:height] = of_part[:, 0]
         joined.finish()
     return scorer.merge(stats)
 
 
-def _turned(
-    logits: Tensor,  # (rows, columns)
-    dtype: torch.dtype,  # of the hidden states
-    part: Scorer,
-    plan: ChunkPlan,
-    scratch: Scratch,
-    first: int,  # row of all rows
-    saved: list[Tensor],  # (all rows, ...) each
-    grads: tuple[Tensor | None, ...],  # (all rows,) each
-    d_bias: Tensor | None,  # (columns,), added to
-) -> Tensor:  # (rows, columns) of `dtype`
-    """A chunk's logits turned into their gradient, in the same memory."""
-    d_logits = narrowed(logits, dtype)
-    in_place = dtype == work_dtype(dtype)
-    for local in plan.blocks(logits.shape[0]):
-        block = slice(first + local.start, first + local.stop)
-        size = (_length(local), logits.shape[1])
-        z = d_logits[local] if in_place else scratch.block(*size)
-        spare = scratch.spare(*size) if part.needs_spare else None
-        part.d_logits_(
-            Block(z if in_place else logits[local], z, spare, block),
-            tuple(tensor[block] for tensor in saved),
-            tuple(g if g is None else g[block] for g in grads),
-        )
-        if d_bias is not None:
-            d_bias += z.sum(dim=0)
-        if not in_place:
-            d_logits[local].copy_(z)
-    return d_logits
+def _leaves_shares(scorer: Scorer, dtype: torch.dtype) -> bool:
+    return scorer.turn_shares_ is not None and dtype == work_dtype(dtype)
+
+
+def _plan(
+    rows: Tensor,  # (rows, hidden)
+    weight: Tensor,  # (vocab_local, hidden)
+    dtype: torch.dtype,  # of the logits
+    scorer: Scorer,
+    chunk_bytes: int | None,
+) -> ChunkPlan:
+    # Without gradients too: the same products give the same bits.
+    blocks = blocks_of(scorer, rows.dtype, dtype, keeps=True)
+    return plan_chunks(rows.shape[0], weight.shape[0], dtype, rows.device, chunk_bytes, blocks=blocks)
 
 
 def _part(scorer: Scorer, columns: slice, slices: list[slice]) -> Scorer:

@@ -62,9 +62,8 @@ def compare(rank: int, world: int, cut: Cut, dtype: torch.dtype) -> dict[str, tu
             found[mask] = (micro.selection.kept, projected[-1].targets.shape[0], share.pays)
             assert outcomes[-1].projected_rows == found[mask][1]
             held = plan_chunks(found[mask][1], VOCAB // cut.tp, dtype, torch.device("cpu"), 3000)
-            spared = 4 * VOCAB // cut.tp * micro.selection.num_rows - held.bytes_in_forward(
-                dtype, keeps=True, spare=True
-            )
+            taken = held.bytes_in_forward(dtype, keeps=True, blocks=2)
+            spared = 4 * VOCAB // cut.tp * micro.selection.num_rows - taken
             assert outcomes[-1].bytes_not_allocated == max(spared, 0)
     return found
 

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import partial
 from itertools import product
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,8 +15,9 @@ import torch
 from compact_logits.chunks import plan_chunks
 from compact_logits.cli.cpu_model import build_gpt, cpu_megatron
 from compact_logits.errors import PatchError
+from compact_logits.held_logits import HeldLogits
 from compact_logits.megatron import Figures, attach, figures_of
-from compact_logits.projection import score_hidden
+from compact_logits.projection import blocks_of, score_hidden
 from compact_logits.scorers.log_prob_scorer import LogProbScorer
 from compact_logits.vocab_parallel import VocabShard
 from tests.support.allocation import AllocationTracker
@@ -68,6 +73,11 @@ def counted(rank: int, world: int) -> None:
         assert step.metrics().keys() < found.keys()
 
 
+def spied(make: Callable[..., HeldLogits], made: list[HeldLogits], *args: Any, **kwargs: Any) -> HeldLogits:
+    made.append(make(*args, **kwargs))
+    return made[-1]
+
+
 @pytest.mark.parametrize(("rows", "chunk_bytes"), [(0, 10**6), (1, 1), (40, 10**6), (40, 9000), (40, 1)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bytes_held_are_those_that_are_allocated(rows: int, chunk_bytes: int, dtype: torch.dtype) -> None:
@@ -76,9 +86,14 @@ def test_bytes_held_are_those_that_are_allocated(rows: int, chunk_bytes: int, dt
         hidden = torch.randn(rows, 8).to(dtype).requires_grad_(keeps)
         weight = torch.randn(vocab, 8).to(dtype)
         scorer = LogProbScorer(torch.zeros(rows, dtype=torch.int64), VocabShard(0, vocab), 0.7, entropy)
-        with AllocationTracker() as tracker:
+        made = []
+        make = partial(spied, HeldLogits.make, made)
+        with AllocationTracker() as tracker, mock.patch.object(HeldLogits, "make", make):
             score_hidden(hidden, weight, None, scorer, chunk_bytes=chunk_bytes)
-        plan = plan_chunks(rows, vocab, dtype, hidden.device, chunk_bytes)
-        buffers = [each for each in tracker.records if "new_empty" in each.op and each.shape[1:] == (plan.width,)]
-        expected = plan.bytes_in_forward(dtype, keeps=keeps, spare=entropy != "none")
-        assert sum(each.nbytes for each in buffers) == expected
+        planned, used = (blocks_of(scorer, dtype, dtype, keeps=kept) for kept in (True, keeps))
+        plan = plan_chunks(rows, vocab, dtype, hidden.device, chunk_bytes, blocks=planned)
+        scratch = [
+            each for each in tracker.records if "new_empty" in each.op and each.shape == (plan.block, plan.width)
+        ]
+        expected = plan.bytes_in_forward(dtype, keeps=keeps, blocks=used)
+        assert made[0].own.nbytes + sum(each.nbytes for each in scratch) == expected

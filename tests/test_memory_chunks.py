@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from compact_logits.memory import HeadSize, simulate
-from compact_logits.memory.simulate import _run, _worst
+from compact_logits.memory.simulate import _plan, _run, _worst
 
 SIZE = HeadSize(rows=4096, kept=2048, vocab=6016, hidden=512, tp=2, fused=True, entropy="metric", chunk_bytes=2**21)
 
@@ -30,6 +30,6 @@ SIZE = HeadSize(rows=4096, kept=2048, vocab=6016, hidden=512, tp=2, fused=True, 
 @pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")
 def test_extrapolated_over_chunks(changed: dict) -> None:
     size = replace(SIZE, **changed)
-    guess, all_chunks = simulate(size, "compact"), _worst(_run(size, "compact"))
+    guess, all_chunks = simulate(size, "compact"), _worst(_run(size, "compact", _plan(size)))
     for name in ("forward", "saved", "backward"):
         assert getattr(guess, name) == pytest.approx(getattr(all_chunks, name), rel=0.01), name

@@ -18,7 +18,7 @@ from compact_logits.megatron.refusals import refuse_rows
 from compact_logits.megatron.request import Outcome, Request
 from compact_logits.megatron.same_question import check_same_question
 from compact_logits.megatron.thread_forward import forward_replaced
-from compact_logits.projection import score_hidden
+from compact_logits.projection import blocks_of, score_hidden
 from compact_logits.rows import scatter
 from compact_logits.scorers.compiled import CompiledLogProbScorer
 from compact_logits.scorers.contract import Scorer
@@ -65,11 +65,11 @@ def armed(
         if reason is not None:
             request.outcome = Outcome("full", reason)
             return ordinary(input_, weight, *args, **kwargs)
-        answer, projected = _answer(head, input_, used, request, logit_scale)
+        answer, scorer, projected = _answer(head, input_, used, request, logit_scale)
         request.outcome = Outcome(
             "compact",
             projected_rows=projected,
-            bytes_not_allocated=_bytes_not_allocated(input_, used, request, projected),
+            bytes_not_allocated=_bytes_not_allocated(input_, used, request, scorer, projected),
         )
         return answer, None
 
@@ -81,14 +81,16 @@ def _bytes_not_allocated(
     hidden: Tensor,  # (sequence / tensor-parallel size, batch, hidden)
     weight: Tensor,  # (vocab_local, hidden)
     request: Request,
+    scorer: Scorer,
     projected: int,
 ) -> int:
     """The fp32 logits of every row, which the full path hands to the loss, less what the compact forward holds."""
     selection, vocab_local = request.selection, weight.shape[0]
     dtype = wide_dtype(hidden) if request.fp32_logits else hidden.dtype
-    plan = plan_chunks(projected, vocab_local, dtype, hidden.device, request.chunk_bytes)
     keeps = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    held = plan.bytes_in_forward(dtype, keeps=keeps, spare=request.entropy != "none")
+    planned, used = (blocks_of(scorer, hidden.dtype, dtype, keeps=kept) for kept in (True, keeps))
+    plan = plan_chunks(projected, vocab_local, dtype, hidden.device, request.chunk_bytes, blocks=planned)
+    held = plan.bytes_in_forward(dtype, keeps=keeps, blocks=used)
     return max(4 * selection.num_rows * vocab_local - held, 0)
 
 
@@ -98,7 +100,7 @@ def _answer(
     weight: Tensor,  # (vocab_local, hidden)
     request: Request,
     logit_scale: float,
-) -> tuple[Tensor, int]:  # (sequence, batch, 2 or 3) fp32, and how many rows were projected for it
+) -> tuple[Tensor, Scorer, int]:  # (sequence, batch, 2 or 3) fp32; by what, and of how many projected rows
     selection = request.selection
     # Megatron leaves the group None where torch.distributed was never started.
     group = head.tp_group if head.tp_group is not None and head.tp_group.size() > 1 else None
@@ -114,7 +116,7 @@ def _answer(
         sum_p2=request.sum_p2,
         vocab_size=request.vocab_size,
     )
-    scorer: Scorer = base if request.nucleus is None else NucleusScorer(base, request.nucleus)
+    scorer: LogProbScorer | NucleusScorer = base if request.nucleus is None else NucleusScorer(base, request.nucleus)
     fused = head.gradient_accumulation_fusion and weight.requires_grad and torch.is_grad_enabled()
     outputs = score_hidden(
         projected.rows,
@@ -132,4 +134,4 @@ def _answer(
     scalars = projected.give_back(torch.stack(columns, dim=-1))
     scattered = scatter(scalars, selection.indices, selection.num_rows)
     answer = rearrange(scattered, "(sequence batch) scalar -> sequence batch scalar", batch=request.batch)
-    return answer, projected.targets.shape[0]
+    return answer, scorer, projected.targets.shape[0]

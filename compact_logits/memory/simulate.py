@@ -19,7 +19,7 @@ from compact_logits.memory.heads import full_head, full_topk_head
 from compact_logits.memory.meta_collectives import meta_collectives
 from compact_logits.memory.size import HeadBytes, HeadSize
 from compact_logits.memory.tracker import StorageBytes
-from compact_logits.projection import score_hidden
+from compact_logits.projection import blocks_of, score_hidden
 from compact_logits.rows import select
 from compact_logits.scorers.contract import Scorer
 from compact_logits.scorers.log_prob_scorer import LogProbScorer
@@ -42,28 +42,29 @@ def simulate(size: HeadSize, path: Path) -> HeadBytes:
     collectives run on a group of `size.tp` ranks that are not there, which needs a process without a process group:
     `InputError` otherwise.
     """
-    if path == "full":
-        return _worst(_run(size, path))
-    weight = torch.empty(size.vocab // size.tp, size.hidden, dtype=size.dtype, device="meta")
-    lends = not size.fused and not size.frozen and lending_pays(_plan(size), weight, size.dtype)
-    return _worst(_run(size, path, lends=True) if lends else _compact_moments(size))
-
-
-def _compact_moments(size: HeadSize) -> list[HeadBytes]:
-    """Of a head whose logits never stand in the memory of the weight's gradient."""
     plan = _plan(size)
+    if path == "full":
+        return _worst(_run(size, path, plan))
+    weight = torch.empty(size.vocab // size.tp, size.hidden, dtype=size.dtype, device="meta")
+    lends = not size.fused and not size.frozen and lending_pays(plan, weight, size.dtype)
+    return _worst(_run(size, path, plan, lends=True) if lends else _compact_moments(size, plan))
+
+
+def _compact_moments(size: HeadSize, plan: ChunkPlan) -> list[HeadBytes]:
+    """Of a head whose logits never stand in the memory of the weight's gradient."""
     slices, least = len(plan.slices()), plan.held + 2
     if len(plan.groups()) > 3:
-        two, three = (size.keeping(count * plan.height, size.rows) for count in (2, 3))
-        times = (size.kept - three.kept) / plan.height
+        two, three = (_of(size.keeping(count * plan.height, size.rows), plan) for count in (2, 3))
+        times = (size.kept - three[0].kept) / plan.height
     elif slices > least + 1:
         two, three = (
-            replace(size, vocab=size.vocab - (slices - count) * plan.width * size.tp) for count in (least, least + 1)
+            _of(replace(size, vocab=size.vocab - (slices - count) * plan.width * size.tp), plan)
+            for count in (least, least + 1)
         )
         times = slices - least - 1
     else:
-        return _run(size, "compact")
-    shorter, longer = _compact_moments(two), _compact_moments(three)
+        return _run(size, "compact", plan)
+    shorter, longer = _compact_moments(*two), _compact_moments(*three)
     return [more.extended(less, times) for more, less in zip(longer, shorter, strict=True)]
 
 
@@ -76,8 +77,15 @@ class _FewBlocks(ChunkPlan):
 
 
 def _plan(size: HeadSize) -> ChunkPlan:
-    plan = plan_chunks(size.kept, size.vocab // size.tp, size.dtype, torch.device("meta"), size.chunk_bytes)
+    blocks = blocks_of(_scorer(size, VocabShard(0, 1), rows=0), size.dtype, size.dtype, keeps=True)
+    sizes = size.kept, size.vocab // size.tp
+    plan = plan_chunks(*sizes, size.dtype, torch.device("meta"), size.chunk_bytes, blocks=blocks)
     return _FewBlocks(**vars(plan))
+
+
+def _of(size: HeadSize, plan: ChunkPlan) -> tuple[HeadSize, ChunkPlan]:
+    """A smaller head in chunks of the same size."""
+    return size, replace(plan, rows=size.kept, columns=size.vocab // size.tp)
 
 
 def _worst(moments: list[HeadBytes]) -> HeadBytes:
@@ -102,7 +110,7 @@ class _Stopwatch:
         self._bytes.restart_peak()
 
 
-def _run(size: HeadSize, path: Path, *, lends: bool = False) -> list[HeadBytes]:
+def _run(size: HeadSize, path: Path, plan: ChunkPlan, *, lends: bool = False) -> list[HeadBytes]:
     """The bytes of each moment of forward and of backward, first with first.
 
     One by one they are straight lines in the number of groups, and of slices. Their maximum is not: which moment is the
@@ -114,7 +122,7 @@ def _run(size: HeadSize, path: Path, *, lends: bool = False) -> list[HeadBytes]:
         weight = torch.empty(size.vocab // size.tp, size.hidden, dtype=size.dtype, device="meta")
         weight.requires_grad_(not size.frozen)
         grad = _IntoMainGrad() if size.fused else ReturnedWeightGrad(lends=lends)
-        run = _compact(size, hidden, weight, group, grad) if path == "compact" else _full(size, hidden, weight)
+        run = _compact(size, plan, hidden, weight, group, grad) if path == "compact" else _full(size, hidden, weight)
         inputs = bytes_.live
         watch = _Stopwatch(bytes_)
         outputs = run(watch.stop)
@@ -126,13 +134,20 @@ def _run(size: HeadSize, path: Path, *, lends: bool = False) -> list[HeadBytes]:
         return [HeadBytes(before, saved, after) for before, after in pairs]
 
 
-def _compact(size: HeadSize, hidden: Tensor, weight: Tensor, group: dist.ProcessGroup | None, grad: WeightGrad) -> _Run:
+def _compact(
+    size: HeadSize,
+    plan: ChunkPlan,
+    hidden: Tensor,
+    weight: Tensor,
+    group: dist.ProcessGroup | None,
+    grad: WeightGrad,
+) -> _Run:
     counts = size.shard_counts
     sharded = size.sequence_parallel and group is not None
     exchange: RowExchange = Local()
     if group is not None:
         exchange = SequenceSharded(group, counts) if size.sequence_parallel else Replicated(group)
-    scorer = _scorer(size, VocabShard(0, weight.shape[0], group))
+    scorer = _scorer(size, VocabShard(0, weight.shape[0], group), size.kept)
 
     def run(stop: Callable[[], None]) -> tuple[Tensor, ...]:
         indices = torch.zeros(counts[0] if sharded else size.kept, dtype=torch.int64, device="meta")
@@ -146,15 +161,15 @@ def _compact(size: HeadSize, hidden: Tensor, weight: Tensor, group: dist.Process
             exchange=_Watched(exchange, stop),
             group=group,
             weight_grad=grad,
-            plan=_plan(size),
+            plan=plan,
         )
 
     return run
 
 
-def _scorer(size: HeadSize, shard: VocabShard) -> Scorer:
+def _scorer(size: HeadSize, shard: VocabShard, rows: int) -> Scorer:
     if size.top_k:
-        shape = size.kept, size.top_k
+        shape = rows, size.top_k
         return TopKScorer(
             teacher_log_probs=torch.empty(shape, device="meta"),
             teacher_ids=torch.empty(shape, dtype=torch.int64, device="meta"),
@@ -164,7 +179,7 @@ def _scorer(size: HeadSize, shard: VocabShard) -> Scorer:
             tail_mass_eps=None,
         )
     base = LogProbScorer(
-        targets=torch.zeros(size.kept, dtype=torch.int64, device="meta"),
+        targets=torch.zeros(rows, dtype=torch.int64, device="meta"),
         shard=shard,
         temperature=size.temperature,
         entropy=size.entropy,
@@ -173,9 +188,9 @@ def _scorer(size: HeadSize, shard: VocabShard) -> Scorer:
         return base
     # On the host, where a recorded nucleus is too, and spread evenly over the slices of the vocabulary.
     ids = torch.arange(size.nucleus_ids) * size.vocab // size.nucleus_ids
-    row_of = torch.arange(size.kept).repeat_interleave(size.nucleus_ids)
-    recorded = torch.ones(size.kept, dtype=torch.bool)
-    return NucleusScorer(base, Nucleus(ids=ids.repeat(size.kept), row_of=row_of, recorded=recorded))
+    row_of = torch.arange(rows).repeat_interleave(size.nucleus_ids)
+    recorded = torch.ones(rows, dtype=torch.bool)
+    return NucleusScorer(base, Nucleus(ids=ids.repeat(rows), row_of=row_of, recorded=recorded))
 
 
 def _full(size: HeadSize, hidden: Tensor, weight: Tensor) -> _Run:

@@ -26,6 +26,10 @@ class CompiledLogProbScorer(LogProbScorer):
     `sum_p2` has its own two. Without a compiler that works, torch's error reaches the caller.
     """
 
+    @property
+    def turn_shares_(self) -> None:
+        return None
+
     def local_stats(self, block: Block) -> Tensor:
         logits, z, _, rows = block
         if min(z.shape[0], self.counted.size) < 2:

@@ -9,7 +9,18 @@ from torch import Tensor
 if TYPE_CHECKING:
     from compact_logits.chunks import Block
 
-__all__ = ["Scorer"]
+__all__ = ["Scorer", "TurnShares"]
+
+
+class TurnShares(Protocol):
+    def __call__(
+        self,
+        shares: Tensor,  # (block, columns) fp32, overwritten by the gradient of the logits
+        largest: Tensor,  # (block,) fp32, by which they are shifted
+        rows: slice,  # which of all rows the block holds
+        saved: tuple[Tensor, ...],  # what merge returned, cut to the block
+        grads: tuple[Tensor | None, ...],  # one an output, cut to the block; None where nothing came back
+    ) -> None: ...
 
 
 class Scorer(Protocol):
@@ -28,6 +39,12 @@ class Scorer(Protocol):
     @property
     def needs_spare(self) -> bool:
         """Whether `spare` is written to; if not, the engine passes none."""
+        ...
+
+    @property
+    def turn_shares_(self) -> TurnShares | None:
+        """`d_logits_` of what `local_stats` leaves where `z` is `logits`: `exp(z - largest)`, the row's largest
+        tempered logit of these columns being the first of its statistics. `None` where the logits are needed."""
         ...
 
     @property

@@ -12,6 +12,7 @@ from torch import Tensor
 from compact_logits.chunks import Block
 from compact_logits.errors import InputError
 from compact_logits.host_values import shown
+from compact_logits.scorers.contract import TurnShares
 from compact_logits.scorers.passes import affine_, exponentials
 from compact_logits.scorers.temperature import inverse_temperature, tempered
 from compact_logits.vocab_parallel import VocabShard, gather_stats, merge_softmax
@@ -81,6 +82,11 @@ class LogProbScorer:
         return self.entropy != "none"
 
     @property
+    def turn_shares_(self) -> TurnShares | None:
+        # The entropy's gradient needs the logits themselves, and squares are formed in the place of the shares.
+        return None if self.entropy == "loss" or self.sum_p2 else self._turn_shares_
+
+    @property
     def differentiable(self) -> tuple[bool, ...]:
         entropy = () if self.entropy == "none" else (self.entropy == "loss",)
         return (True, *entropy, *[False] * self.sum_p2)
@@ -104,14 +110,14 @@ class LogProbScorer:
         stats[:, 2] = logits.gather(1, ids[:, None]).squeeze(1).masked_fill(~owned, torch.nan)
         maximum = logits.amax(dim=1).to(z.dtype)
         stats[:, 0] = maximum
-        torch.sub(logits, maximum.masked_fill(maximum == -torch.inf, 0.0)[:, None], out=z)
-        if spare is None:
-            shares = exponentials(z, out=z)
-            stats[:, 1] = shares.sum(dim=1)
-        else:
-            shares = exponentials(z.clamp_(min=LEAST_EXPONENT), out=self._counted_columns(spare))
-            stats[:, 1] = shares.sum(dim=1)
-            stats[:, 3] = z.mul_(shares).sum(dim=1)
+        shifted = z if spare is None else self._counted_columns(spare)
+        torch.sub(logits, maximum.masked_fill(maximum == -torch.inf, 0.0)[:, None], out=shifted)
+        if spare is not None:
+            shifted.clamp_(min=LEAST_EXPONENT)
+        shares = exponentials(shifted, out=z)
+        stats[:, 1] = shares.sum(dim=1)
+        if spare is not None:
+            stats[:, 3] = shifted.mul_(shares).sum(dim=1)
         if self.sum_p2:
             stats[:, -1] = shares.square_().sum(dim=1)
         return stats
@@ -191,6 +197,24 @@ class LogProbScorer:
             affine_(z, -d_entropy * inverse_sum, -constant * inverse_sum)
             z.mul_(shares)
         self.add_at_target_(z, rows, d_log_prob * scale)
+
+    def _turn_shares_(
+        self,
+        shares: Tensor,  # (block, vocab_local) fp32
+        largest: Tensor,  # (block,) fp32
+        rows: slice,
+        saved: tuple[Tensor, ...],
+        grads: tuple[Tensor | None, ...],
+    ) -> None:
+        if self.counted.size < shares.shape[1]:
+            shares[:, self.counted.size :] = 0.0
+        if self.counted.size == 0:
+            return
+        maximum, inverse_sum = saved[0], saved[1]
+        d_log_prob = grads[0] if grads[0] is not None else torch.zeros_like(maximum)
+        d_selected = d_log_prob * inverse_temperature(self.temperature, rows, maximum)
+        self._counted_columns(shares).mul_((-d_selected * inverse_sum * (largest - maximum).exp())[:, None])
+        self.add_at_target_(shares, rows, d_selected)
 
     def named(
         self,

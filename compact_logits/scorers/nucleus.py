@@ -79,6 +79,10 @@ class NucleusScorer:
         return self.base.needs_spare
 
     @property
+    def turn_shares_(self) -> None:
+        return None
+
+    @property
     def differentiable(self) -> tuple[bool, ...]:
         return self.base.differentiable
 

@@ -62,6 +62,10 @@ class TopKScorer:
         return False
 
     @property
+    def turn_shares_(self) -> None:
+        return None
+
+    @property
     def differentiable(self) -> tuple[bool, ...]:
         return (True, *[False] * (8 if self.tail else 4))
 
