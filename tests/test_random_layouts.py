@@ -85,7 +85,7 @@ def no_temperature(right: Any) -> Any:
 
 
 def of_many_chunks(right: Any) -> Any:
-    return lambda total, left, right_factor: right(total, left, right_factor * 1.05)
+    return lambda total, left, right_factor, **options: right(total, left, right_factor * 1.05, **options)
 
 
 def of_many_slices(right: Any) -> Any:

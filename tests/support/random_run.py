@@ -28,6 +28,10 @@ __all__ = ["Part", "run_alone", "run_on_ranks"]
 # What one rank computed of one context-parallel rank's rows, by name.
 Part = dict[str, Any]
 
+# A rank's groups for as long as it lives, by tp and cp. On torch 2.6 to end one is to hold Python's lock and wait for
+# gloo's thread, which may wait for that lock to free the tensor of the last message.
+_GROUPS: dict[tuple[int, int], list[Any]] = {}
+
 JUNK = 7.0  # gradient that comes back for rows that do not count
 
 
@@ -38,23 +42,19 @@ def run_alone(example: Example) -> list[list[Part]]:
 
 def run_on_ranks(rank: int, world: int, batch: list[Example]) -> list[list[Part]]:
     """For each example the parts that this rank computed: of all context-parallel ranks, or of its own."""
-    made: dict[tuple[int, int], list[Any]] = {}
     results = []
     for example in batch:
         tp, cp = example.tp, example.cp
-        if example.spread and (tp, cp) not in made:
-            made[tp, cp] = [dist.new_group(range(each * tp, each * tp + tp)) for each in range(cp)]
+        if example.spread and (tp, cp) not in _GROUPS:
+            _GROUPS[tp, cp] = [dist.new_group(range(each * tp, each * tp + tp)) for each in range(cp)]
         places = [rank // tp] if example.spread else range(cp)
         data = Data.of(example)
         results.append(
             [
-                _run(example, data, place, rank % tp, made[tp, cp][place] if example.spread else dist.group.WORLD)
+                _run(example, data, place, rank % tp, _GROUPS[tp, cp][place] if example.spread else dist.group.WORLD)
                 for place in places
             ]
         )
-    for groups in made.values():
-        for group in groups:
-            dist.destroy_process_group(group)
     return results
 
 
