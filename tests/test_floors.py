@@ -30,7 +30,7 @@ FLOORS: list[set[str]] = [
         "scorers",
         "validation",
     }
-    | {"vocab_parallel", "weight_grad"},
+    | {"turned_logits", "vocab_parallel", "weight_grad"},
     {"dtensor", "layouts", "memory", "patching"},
     {"megatron"},
     {"integrations"},
