@@ -139,6 +139,7 @@ def run_with_fault(name: str, rank: int, world: int, batch: list[Example]) -> li
         return run_on_ranks(rank, world, batch)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_found(rank_pool: RankPool, name: str) -> None:
     told: list[str] = []

@@ -69,6 +69,7 @@ def test_there_are_commands() -> None:
     assert any(command.startswith("compact-logits plan") for command in COMMANDS)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_runs(command: str, tmp_path: Path) -> None:
     for module in ("rich", "matplotlib"):
