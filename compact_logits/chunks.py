@@ -35,6 +35,8 @@ _GOOD_WIDTH = 1024
 # Where no product of 16-bit factors has an fp32 result, this part of the budget is for factors that are widened.
 _WIDENED_PART = {"cpu": 8}
 
+_MOST_BLOCKS = 2  # of scratch, that any pass needs
+
 _ALIGNED = 64  # columns, so that rows of a chunk begin where matrix products like them to
 
 
@@ -51,8 +53,8 @@ class ChunkPlan:
     As a rule `height` is all rows: a chunk is then a slice of the vocabulary, whose part of the weight's gradient is
     one product, formed once. Only where a slice would get too narrow for the budget are the rows cut as well.
 
-    The plan depends on the sizes and the budget alone, not on whether gradients are wanted, so that a no-grad pass and
-    a training pass over the same rows run the same products and give the same bits.
+    The chunks depend on the sizes and the budget alone, not on whether gradients or an entropy are wanted, so that a
+    no-grad pass and a training pass over the same rows run the same products and give log-probs of the same bits.
     """
 
     rows: int
@@ -106,26 +108,26 @@ def plan_chunks(
     device: torch.device,
     chunk_bytes: int | None,
     *,
-    blocks: int = 2,
+    blocks: int = _MOST_BLOCKS,
 ) -> ChunkPlan:
     """Split `chunk_bytes` into blocks of fp32 scratch, of which the passes need so many, and chunks in the model's
-    dtype. As much as one row takes is held however small the budget."""
+    dtype. As much as one row takes is held however small the budget. What the passes need decides over `held` alone."""
     row, work_row = dtype.itemsize, work_dtype(dtype).itemsize  # bytes of one column
-    budget, block_bytes = _budget(device, chunk_bytes, least=max(columns, 1) * (row + blocks * work_row))
+    budget, block_bytes = _budget(device, chunk_bytes, least=max(columns, 1) * (row + _MOST_BLOCKS * work_row))
     widened = budget // _WIDENED_PART[device.type] if device.type in _WIDENED_PART and work_row > row else 0
-    most = budget - blocks * block_bytes - widened
+    most = budget - _MOST_BLOCKS * block_bytes - widened
     least_width = max(min(columns, _LEAST_WIDTH.get(device.type, _LEAST_WIDTH_ELSEWHERE)), 1)
     # Besides a chunk there are the blocks, of one row each at the least.
-    fitting = min(most // (row * least_width), (budget // least_width - blocks * work_row) // row)
+    fitting = min(most // (row * least_width), (budget // least_width - _MOST_BLOCKS * work_row) // row)
     height = max(_equal(rows, max(fitting, 1)), 1)
-    fits = rows * columns * row + blocks * max(block_bytes, columns * work_row) <= budget and height >= rows
+    fits = rows * columns * row + _MOST_BLOCKS * max(block_bytes, columns * work_row) <= budget and height >= rows
     if fits and not (device.type in _CHUNK_BYTES and row == work_row):
         return ChunkPlan(rows, columns, height, columns, 1, _block(block_bytes, columns * work_row, height))
     good_bytes = max(_CHUNK_BYTES.get(device.type, _CHUNK_BYTES_ELSEWHERE), min(_GOOD_WIDTH, columns) * height * row)
     shares = max(most // good_bytes, 1)
     if device.type not in _CHUNK_BYTES:
         shares = min(shares, _MOST_HELD)
-    width = min(most // (shares * height * row), budget // (height * row + blocks * work_row))
+    width = min(most // (shares * height * row), budget // (height * row + _MOST_BLOCKS * work_row))
     width = min(max(width, least_width), columns)
     if _ALIGNED < width < columns:
         width -= width % _ALIGNED

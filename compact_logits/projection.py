@@ -160,7 +160,7 @@ class _ScoreHidden(torch.autograd.Function):
         d_bias = torch.zeros(weight.shape[0], dtype=work, device=rows.device) if needs_bias else None
         groups, slices, order = plan.groups(), plan.slices(), held.order
         if needs_weight:
-            ctx.weight_grad.begin(weight, len(groups), there if gives else None)
+            ctx.weight_grad.begin(weight, len(groups), there if gives else None, plan.widened)
         wait = None
         for group in reversed(groups):
             d_group = None if d_rows is None else HiddenGrad(d_rows[group], len(slices), plan.widened)
@@ -250,7 +250,7 @@ def _plan(
     scorer: Scorer,
     chunk_bytes: int | None,
 ) -> ChunkPlan:
-    # Without gradients too: the same products give the same bits.
+    # As with gradients, also without.
     blocks = blocks_of(scorer, rows.dtype, dtype, keeps=True)
     return plan_chunks(rows.shape[0], weight.shape[0], dtype, rows.device, chunk_bytes, blocks=blocks)
 

@@ -23,6 +23,7 @@ class WeightGrad(Protocol):
         weight: Tensor,  # (vocab_local, hidden)
         groups: int,  # how many products each of its rows is the sum of
         memory: Tensor | None = None,  # like the weight, to form the gradient in, from the first rows on
+        widened: int = 0,  # bytes that parts of the factors may take, where they have to be widened
     ) -> None: ...
 
     def add(
@@ -42,8 +43,8 @@ class ReturnedWeightGrad:
     def __init__(self, *, lends: bool = True) -> None:
         self.lends = lends
 
-    def begin(self, weight: Tensor, groups: int, memory: Tensor | None = None) -> None:
-        self._weight = weight
+    def begin(self, weight: Tensor, groups: int, memory: Tensor | None = None, widened: int = 0) -> None:
+        self._weight, self._widened = weight, widened
         self._rounded = groups > 1 and work_dtype(weight.dtype) != weight.dtype
         # Not of zeros where nothing is added to it, since they would first have to be written.
         self._total = torch.zeros_like(weight, dtype=work_dtype(weight.dtype)) if self._rounded else memory
@@ -58,7 +59,7 @@ class ReturnedWeightGrad:
             # With `out`, autocast around backward cannot give it a dtype of its own.
             torch.mm(d_logits.t(), hidden, out=self._total[columns])
         else:
-            add_product_(self._total[columns], d_logits.t(), hidden)
+            add_product_(self._total[columns], d_logits.t(), hidden, widened=self._widened)
 
     def finish(self) -> Tensor:
         total = torch.zeros_like(self._weight) if self._total is None else self._total

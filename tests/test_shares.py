@@ -148,4 +148,18 @@ def test_no_block_is_planned_where_none_is_used() -> None:
     assert [blocks_of(scorer_of(), narrow, wide, keeps=keeps) for keeps in (True, False)] == [1, 0]
     cpu = torch.device("cpu")
     least, most = (plan_chunks(1000, 50_000, wide, cpu, 2**26, blocks=n) for n in (2, 0))
-    assert most.held > least.held and most.width >= least.width
+    assert most.held > least.held
+    assert replace(most, held=least.held) == least, "other chunks would have other bits"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("chunk_bytes", [1, 2**14, 2**16, 2**18, None])
+def test_log_probs_have_the_same_bits_whatever_else_is_asked(chunk_bytes: int | None, dtype: torch.dtype) -> None:
+    """Or the ratio of a policy to itself would not be 1 where the pass before training asked for no entropy."""
+    head = Head.random(100, 32, 1003, dtype)
+    given: Any = (head.hidden, head.weight, head.targets)
+    with torch.no_grad():
+        before = linear_log_probs(*given, chunk_bytes=chunk_bytes).log_probs
+    head.hidden.requires_grad_()
+    for asked in ({"entropy": "none"}, {"entropy": "metric"}, {"entropy": "loss"}, {"sum_p2": True}):
+        assert torch.equal(linear_log_probs(*given, chunk_bytes=chunk_bytes, **asked).log_probs, before), asked

@@ -30,7 +30,8 @@ class MainGrad:
         self._parameter = weight
         self._main_grad: Tensor = weight.main_grad  # type: ignore[attr-defined]
 
-    def begin(self, weight: Tensor, groups: int, memory: Tensor | None = None) -> None:
+    def begin(self, weight: Tensor, groups: int, memory: Tensor | None = None, widened: int = 0) -> None:
+        self._widened = widened
         self._parameter.main_grad = self._main_grad  # type: ignore[attr-defined]
         self._dtype = weight.dtype
         kernels = getattr(layers, "fused_weight_gradient_mlp_cuda", None)
@@ -50,7 +51,7 @@ class MainGrad:
             accumulate(hidden, d_logits, self._main_grad[columns])
         else:
             total = self._main_grad if self._total is None else self._total
-            add_product_(total[columns], d_logits.t(), hidden)
+            add_product_(total[columns], d_logits.t(), hidden, widened=self._widened)
 
     def finish(self) -> Tensor | None:
         if self._total is not None:
