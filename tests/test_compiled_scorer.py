@@ -57,8 +57,8 @@ def test_as_good_as_plain(entropy: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("entropy", ["none", "loss"])
-def test_any_sequence_of_row_counts_compiles_twice(entropy: str) -> None:
-    for rows in (2, 3, 17, 1, 64, 5, 128, 0, 33, 40):
+def test_case_12_3_any_sequence_of_row_counts_compiles_twice(entropy: str) -> None:
+    for rows in (2, 3, 17, 1, 64, 0, *range(37, 31 * 37, 37)):
         head = Head.random(rows, HIDDEN, VOCAB, temperature=0.7)
         ours = run(CompiledLogProbScorer, head, entropy=entropy, chunk_bytes=2**16)
         eager = run(LogProbScorer, head, entropy=entropy, chunk_bytes=2**16)

@@ -100,7 +100,9 @@ def test_case_4_4_rows_off_the_mask_reach_nothing(off_mask: float, dtype: torch.
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_case_4_5_to_4_8_an_empty_mask_gives_zeros_attached_and_of_the_usual_dtype(dtype: torch.dtype) -> None:
+def test_case_4_5_and_4_6_and_4_7_and_4_8_an_empty_mask_gives_zeros_attached_and_of_the_usual_dtype(
+    dtype: torch.dtype,
+) -> None:
     chosen = selection([0] * 6)
     assert chosen.kept == 0 and chosen.counts(2) == (0, 0)
     poison = [torch.full((40, 8), NAN, dtype=dtype) for _ in range(8)]
