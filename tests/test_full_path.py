@@ -48,6 +48,10 @@ def test_a_slice_of_the_logits_is_known_by_the_weight() -> None:
         logits = torch.mm(hidden, weight[2:7].t(), out=torch.empty(6, 5))
         logits @ weight[2:7], logits.t() @ hidden
     assert (largest.shape, largest.nbytes) == ((6, 5), 120)
+    with LargestLogits(10, weight) as largest:
+        held = torch.empty(6 * 8)  # where another part of three columns waits
+        torch.mm(hidden, weight[2:7].t(), out=held[:30].view(6, 5))
+    assert (largest.shape, largest.nbytes) == ((6, 8), 192)
     with LargestLogits(10) as largest:
         torch.mm(hidden, weight[2:7].t(), out=torch.empty(6, 5))
     assert largest.nbytes == 0

@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--chunk-bytes", default="1MiB", metavar="SIZE", help="of logits the compact path holds (default: %(default)s)"
     )
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw losses and the largest logits tensors")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw losses and the largest logits held")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 

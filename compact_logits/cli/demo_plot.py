@@ -1,4 +1,4 @@
-"""The demo's outcome as a picture: the losses of both paths, and the largest logits tensor that each held."""
+"""The demo's outcome as a picture: the losses of both paths, and the largest logits that each held."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def plot(report: Report, path: Path) -> None:
     sizes = [outcome["largest_logits_bytes"] / _MIB for _, outcome, _ in both]
     bars = right.bar([name for name, _, _ in both], sizes, color=[color for _, _, color in both], width=0.5)
     right.bar_label(bars, [f"{size:.2f} MiB" for size in sizes])
-    right.set_ylabel("largest logits tensor held, MiB")
+    right.set_ylabel("largest logits held, MiB")
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
     save(figure, path)

@@ -1,4 +1,4 @@
-"""Measure the largest tensor with a vocabulary axis that comes into being, forward and backward."""
+"""Measure the largest memory in which logits stand, forward and backward."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ __all__ = ["LargestLogits"]
 
 
 class LargestLogits(TorchDispatchMode):
-    """While active, remembers the largest new tensor whose last axis is `vocab_local` wide, and the largest product of
-    a part of the head's weight, whose last axis then is a part of the vocabulary.
+    """While active, remembers the largest new tensor whose last axis is `vocab_local` wide, and the largest memory that
+    products of parts of the head's weight, whose last axis then is a part of the vocabulary, are written to.
 
-    Views make nothing new, and a tensor counts by the bytes that it occupies. The gradients, `(vocab_local, hidden)`
-    and `(rows, hidden)`, have another last axis, provided that `hidden` differs from these numbers.
+    Views make nothing new, and a tensor counts by the bytes that it occupies; but the product of a part by all the
+    memory that it stands in, since other parts stand beside it. The gradients, `(vocab_local, hidden)` and
+    `(rows, hidden)`, have another last axis, provided that `hidden` differs from these numbers.
     """
 
     def __init__(
@@ -44,8 +45,13 @@ class LargestLogits(TorchDispatchMode):
             nbytes = min(tensor.numel() * tensor.element_size(), storage.nbytes())
             wide = tensor.dim() > 0 and tensor.shape[-1] == self._vocab_local and storage.data_ptr() not in known
             projected = self._weight in known and storage.data_ptr() != self._weight
-            if (wide or (projected and tensor.shape[-1:] != (self._hidden,))) and nbytes > self.nbytes:
-                self.nbytes, self.shape = nbytes, tuple(tensor.shape)
+            shape = tuple(tensor.shape)
+            if projected and not wide and shape[-1:] != (self._hidden,) and tensor.numel():
+                nbytes = storage.nbytes()
+                shape = (*shape[:-1], nbytes // (tensor.element_size() * (tensor.numel() // shape[-1])))
+                wide = True
+            if wide and nbytes > self.nbytes:
+                self.nbytes, self.shape = nbytes, shape
                 self.dtype = str(tensor.dtype).removeprefix("torch.")
         return result
 

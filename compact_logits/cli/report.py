@@ -96,7 +96,7 @@ class Report:
         table.add_row("loss, last step", f"{full.losses[-1]:.7f}", f"{compact.losses[-1]:.7f}", f"{found.loss:.1e}")
         table.add_row("gradients, worst of all", "", "", f"{found.gradient:.1e}")
         table.add_row(
-            "largest logits tensor",
+            "largest logits held",
             _size(full),
             _size(compact),
             f"{full.largest_bytes / compact.largest_bytes:.1f}x smaller" if compact.largest_bytes else "",

@@ -33,14 +33,17 @@ def reusing_slime_s_function(args: Namespace) -> Iterator[None]:
 
     from compact_logits.megatron import output_layer
     from compact_logits.rows import scatter
+    from compact_logits.scorers.log_prob_scorer import LogProbScorer
+    from compact_logits.vocab_parallel import VocabShard
 
-    def answer(head: Any, hidden: Tensor, weight: Tensor, request: Any, logit_scale: float) -> tuple[Tensor, int]:
+    def answer(head: Any, hidden: Tensor, weight: Tensor, request: Any, logit_scale: float) -> Any:
         kept = request.selection.indices
         logits = F.linear(hidden[kept, 0], weight).float()
         group = parallel_state.get_tensor_model_parallel_group()
         both = calculate_log_probs_and_entropy(logits, request.selection.targets, group, with_entropy=True)
         scalars = torch.stack([each.reshape(-1) for each in both], dim=1)
-        return scatter(scalars, kept, request.selection.num_rows)[:, None], len(kept)
+        scorer = LogProbScorer(request.selection.targets, VocabShard(0, weight.shape[0]), 1.0, "loss")
+        return scatter(scalars, kept, request.selection.num_rows)[:, None], scorer, len(kept)
 
     with patch.object(output_layer, "_answer", answer), compact_path(args):
         yield
