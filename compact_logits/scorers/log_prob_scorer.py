@@ -40,7 +40,8 @@ class TokenStats(_LogProbsAndEntropy):
     sum_p2: Tensor | None
 
     def __new__(cls, log_probs: Tensor, entropy: Tensor | None, sum_p2: Tensor | None = None) -> TokenStats:
-        stats = super().__new__(cls, log_probs, entropy)
+        # Not the pair's own: torch 2.6 compiles into that, and ends in an internal error.
+        stats = tuple.__new__(cls, (log_probs, entropy))
         stats.sum_p2 = sum_p2
         return stats
 
