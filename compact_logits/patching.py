@@ -6,7 +6,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from types import FunctionType, ModuleType
+from types import ClassMethodDescriptorType, FunctionType, ModuleType
 from typing import Any
 
 from compact_logits.errors import PatchError
@@ -86,7 +86,7 @@ class Patch:
         self._original, self.wrapper = original, wrapper
         if isinstance(self.owner, type):
             self._inherited = self.name not in vars(self.owner)
-            self._taken, self._put = raw, type(raw)(wrapper) if isinstance(raw, _Descriptor) else wrapper
+            self._taken, self._put = raw, _as_bound(raw, wrapper)
             setattr(self.owner, self.name, self._put)
         else:
             self._places = list(_bindings(original, self.owner))
@@ -212,6 +212,13 @@ def _bindings(value: object, owner: ModuleType) -> Iterator[tuple[dict[str, Any]
 
 def _function(raw: Any) -> Any:
     return raw.__func__ if isinstance(raw, _Descriptor) else raw
+
+
+def _as_bound(raw: Any, wrapper: Any) -> Any:
+    """The wrapper as `raw` is bound: a class method that is built in, as torch 2.15 has them, is one too."""
+    if isinstance(raw, ClassMethodDescriptorType):
+        return classmethod(wrapper)
+    return type(raw)(wrapper) if isinstance(raw, _Descriptor) else wrapper
 
 
 def _chain(function: Any) -> Iterator[Any]:

@@ -188,6 +188,22 @@ def test_static_and_class_methods_stay_what_they_are(kind):
     assert vars(Owner)["speak"] is raw
 
 
+def test_a_class_method_that_is_built_in_stays_one():
+    """As `torch.autograd.Function.apply` is on torch 2.15."""
+
+    class Owner(dict):
+        pass
+
+    def counted(original):
+        return lambda cls, keys: (cls, len(original(cls, keys)))
+
+    patch = Patch(Owner, "fromkeys", counted)
+    patch.apply()
+    assert Owner.fromkeys("ab") == Owner().fromkeys("ab") == (Owner, 2)
+    patch.revert()
+    assert "fromkeys" not in vars(Owner) and Owner.fromkeys("ab") == {"a": None, "b": None}
+
+
 def test_a_set_is_applied_as_a_whole_or_not_at_all(source, user):
     before = dict(vars(source)), dict(vars(user))
     failing = PatchSet(Patch(source, "speak", louder), Patch(user, "absent", louder))
