@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from compact_logits.scorers.contract import Scorer
 
-__all__ = ["as_autocast", "blocks_of", "score_hidden"]
+__all__ = ["as_autocast", "blocks_of", "plan_for", "score_hidden"]
 
 
 def as_autocast(
@@ -55,6 +55,20 @@ def blocks_of(
     """How many blocks of scratch the passes of `score_hidden` work on."""
     in_place = logits == work_dtype(logits) and (not keeps or _leaves_shares(scorer, dtype))
     return (not in_place) + scorer.needs_spare
+
+
+def plan_for(
+    scorer: Scorer,
+    rows: int,
+    columns: int,
+    dtype: torch.dtype,  # of the hidden states
+    logits: torch.dtype,
+    device: torch.device,
+    chunk_bytes: int | None,
+) -> ChunkPlan:
+    """The chunks in which `score_hidden` projects so many rows to so many columns, with gradients and without."""
+    blocks = blocks_of(scorer, dtype, logits, keeps=True)
+    return plan_chunks(rows, columns, logits, device, chunk_bytes, blocks=blocks)
 
 
 def score_hidden(
@@ -94,7 +108,7 @@ def score_hidden(
         return _ScoreHidden.apply(hidden, weight, bias, scorer, *options)
     with torch.no_grad():
         rows = exchange.gather(hidden)
-        plan = plan or _plan(rows, weight, dtype, scorer, chunk_bytes)
+        plan = plan or plan_for(scorer, rows.shape[0], weight.shape[0], rows.dtype, dtype, rows.device, chunk_bytes)
         held = HeldLogits.make(plan, rows, weight, dtype, keep=False, lends=False)
         return _forward(rows, weight, bias, scorer, held, {}, keep=False)[0]
 
@@ -117,7 +131,7 @@ class _ScoreHidden(torch.autograd.Function):
         edge: tuple[Tensor | None],
     ) -> tuple[Tensor, ...]:
         rows = exchange.gather(hidden)
-        plan = plan or _plan(rows, weight, dtype, scorer, chunk_bytes)
+        plan = plan or plan_for(scorer, rows.shape[0], weight.shape[0], rows.dtype, dtype, rows.device, chunk_bytes)
         lends = weight_grad.lends and ctx.needs_input_grad[1]
         held = HeldLogits.make(plan, rows, weight, dtype, keep=True, lends=lends)
         leaves = _leaves_shares(scorer, rows.dtype)
@@ -241,18 +255,6 @@ def _forward(
 
 def _leaves_shares(scorer: Scorer, dtype: torch.dtype) -> bool:
     return scorer.turn_shares_ is not None and dtype == work_dtype(dtype)
-
-
-def _plan(
-    rows: Tensor,  # (rows, hidden)
-    weight: Tensor,  # (vocab_local, hidden)
-    dtype: torch.dtype,  # of the logits
-    scorer: Scorer,
-    chunk_bytes: int | None,
-) -> ChunkPlan:
-    # As with gradients, also without.
-    blocks = blocks_of(scorer, rows.dtype, dtype, keeps=True)
-    return plan_chunks(rows.shape[0], weight.shape[0], dtype, rows.device, chunk_bytes, blocks=blocks)
 
 
 def _part(scorer: Scorer, columns: slice, slices: list[slice]) -> Scorer:

@@ -11,14 +11,13 @@ from einops import rearrange
 from torch import Tensor
 
 from compact_logits.chunk_product import wide_dtype
-from compact_logits.chunks import plan_chunks
 from compact_logits.megatron.kept_rows import project_rows
 from compact_logits.megatron.main_grad import MainGrad
 from compact_logits.megatron.refusals import refuse_rows
 from compact_logits.megatron.request import Outcome, Request
 from compact_logits.megatron.same_question import check_same_question
 from compact_logits.megatron.thread_forward import forward_replaced
-from compact_logits.projection import blocks_of, score_hidden
+from compact_logits.projection import blocks_of, plan_for, score_hidden
 from compact_logits.rows import scatter
 from compact_logits.scorers.compiled import CompiledLogProbScorer
 from compact_logits.scorers.contract import Scorer
@@ -88,9 +87,8 @@ def _bytes_not_allocated(
     selection, vocab_local = request.selection, weight.shape[0]
     dtype = wide_dtype(hidden) if request.fp32_logits else hidden.dtype
     keeps = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    planned, used = (blocks_of(scorer, hidden.dtype, dtype, keeps=kept) for kept in (True, keeps))
-    plan = plan_chunks(projected, vocab_local, dtype, hidden.device, request.chunk_bytes, blocks=planned)
-    held = plan.bytes_in_forward(dtype, keeps=keeps, blocks=used)
+    plan = plan_for(scorer, projected, vocab_local, hidden.dtype, dtype, hidden.device, request.chunk_bytes)
+    held = plan.bytes_in_forward(dtype, keeps=keeps, blocks=blocks_of(scorer, hidden.dtype, dtype, keeps=keeps))
     return max(4 * selection.num_rows * vocab_local - held, 0)
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from compact_logits.chunks import ChunkPlan, plan_chunks
+from compact_logits.chunks import ChunkPlan
 from compact_logits.errors import InputError
 from compact_logits.exchange import Local, Replicated, RowExchange, SequenceSharded, Wait
 from compact_logits.held_logits import lending_pays
@@ -19,7 +19,7 @@ from compact_logits.memory.heads import full_head, full_topk_head
 from compact_logits.memory.meta_collectives import meta_collectives
 from compact_logits.memory.size import HeadBytes, HeadSize
 from compact_logits.memory.tracker import StorageBytes
-from compact_logits.projection import blocks_of, score_hidden
+from compact_logits.projection import plan_for, score_hidden
 from compact_logits.rows import select
 from compact_logits.scorers.contract import Scorer
 from compact_logits.scorers.log_prob_scorer import LogProbScorer
@@ -77,9 +77,8 @@ class _FewBlocks(ChunkPlan):
 
 
 def _plan(size: HeadSize) -> ChunkPlan:
-    blocks = blocks_of(_scorer(size, VocabShard(0, 1), rows=0), size.dtype, size.dtype, keeps=True)
-    sizes = size.kept, size.vocab // size.tp
-    plan = plan_chunks(*sizes, size.dtype, torch.device("meta"), size.chunk_bytes, blocks=blocks)
+    scorer, device = _scorer(size, VocabShard(0, 1), rows=0), torch.device("meta")
+    plan = plan_for(scorer, size.kept, size.vocab // size.tp, size.dtype, size.dtype, device, size.chunk_bytes)
     return _FewBlocks(**vars(plan))
 
 
