@@ -104,6 +104,16 @@ def test_the_check_above_finds_logits_that_are_overwritten() -> None:
         assert overwritten(held, 3)
 
 
+@pytest.mark.parametrize("hidden", [3, 30])
+@pytest.mark.parametrize("columns", [33, 37, 40])
+def test_where_all_slices_stay_no_more_is_taken_than_logits(columns: int, hidden: int) -> None:
+    held = held_logits(rows=6, columns=columns, hidden=hidden, width=8, held=50, lends=True)
+    assert (held.lent is None) == (hidden == 30)
+    # Beside lent memory, one place more is for what is formed apart.
+    elsewhere = 0 if held.lent is None else (held.lent.numel() // 48 - 1) * 48
+    assert held.own.numel() == 6 * columns - elsewhere
+
+
 def test_lent_is_only_what_the_gradient_will_take() -> None:
     plan = ChunkPlan(rows=8, columns=40, height=8, width=4, held=6, block=1)
     weight = torch.empty(40, 3)
