@@ -102,8 +102,11 @@ class Balanced:
             raise InputError(f"this rank's row count is {sum(sent)}, but it has {rows.shape[0]} rows")
         return self.inner.gather(_all_to_all(rows, sent, received, self.group))
 
-    def start_reduce(self, d_rows: Tensor) -> Wait:
-        wait_inner, rank = self.inner.start_reduce(d_rows), self.group.rank()
+    def room(self, rows: Tensor) -> Tensor:
+        return self.inner.room(rows)
+
+    def start_reduce(self, room: Tensor) -> Wait:
+        wait_inner, rank = self.inner.start_reduce(room), self.group.rank()
 
         def wait() -> Tensor:
             sent, received = self.transfers.sent(rank), self.transfers.received(rank)

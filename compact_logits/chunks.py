@@ -31,6 +31,9 @@ _CHUNK_BYTES_ELSEWHERE = 32 * 2**20
 _LEAST_WIDTH = {"cpu": 16}
 _LEAST_WIDTH_ELSEWHERE = 2048
 _GOOD_WIDTH = 1024
+# Each group of rows adds to the gradient of all the weight, which costs more than a tenth of its products where
+# there are fewer rows in it: slices are cut rather than that.
+_GOOD_HEIGHT = 2048
 
 # Where no product of 16-bit factors has an fp32 result, this part of the budget is for factors that are widened.
 _WIDENED_PART = {"cpu": 8}
@@ -51,7 +54,8 @@ class ChunkPlan:
     them at one time, or more than there are. Each is walked in blocks of at most `block` rows.
 
     As a rule `height` is all rows: a chunk is then a slice of the vocabulary, whose part of the weight's gradient is
-    one product, formed once. Only where a slice would get too narrow for the budget are the rows cut as well.
+    one product, formed once. The rows are cut where a slice would get too narrow for the budget, and where an fp32 sum
+    of the rows' gradient over the slices would take more memory than one of the weight's over groups of rows.
 
     The chunks depend on the sizes and the budget alone, not on whether gradients or an entropy are wanted, so that a
     no-grad pass and a training pass over the same rows run the same products and give log-probs of the same bits.
@@ -109,20 +113,37 @@ def plan_chunks(
     chunk_bytes: int | None,
     *,
     blocks: int = _MOST_BLOCKS,
+    row_sum: int = 0,
 ) -> ChunkPlan:
     """Split `chunk_bytes` into blocks of fp32 scratch, of which the passes need so many, and chunks in the model's
-    dtype. As much as one row takes is held however small the budget. What the passes need decides over `held` alone."""
+    dtype. As much as one row takes is held however small the budget. What the passes need decides over `held` alone.
+
+    `row_sum` is what a row of an fp32 sum over slices takes, in bytes, where cutting the rows spares memory: chunks of
+    enough rows are then of all columns and need no such sum. Where all columns leave too few rows, there are slices of
+    more, and the sum stands in the budget.
+    """
     row, work_row = dtype.itemsize, work_dtype(dtype).itemsize  # bytes of one column
     budget, block_bytes = _budget(device, chunk_bytes, least=max(columns, 1) * (row + _MOST_BLOCKS * work_row))
     widened = budget // _WIDENED_PART[device.type] if device.type in _WIDENED_PART and work_row > row else 0
     most = budget - _MOST_BLOCKS * block_bytes - widened
     least_width = max(min(columns, _LEAST_WIDTH.get(device.type, _LEAST_WIDTH_ELSEWHERE)), 1)
-    # Besides a chunk there are the blocks, of one row each at the least.
-    fitting = min(most // (row * least_width), (budget // least_width - _MOST_BLOCKS * work_row) // row)
-    height = max(_equal(rows, max(fitting, 1)), 1)
+
+    def fitting(width: int) -> int:  # rows; besides a chunk there are the blocks, of one row each at the least
+        return max(min(most // (row * width), (budget // width - _MOST_BLOCKS * work_row) // row), 1)
+
+    def of_all_columns(height: int, widened: int) -> ChunkPlan:
+        return ChunkPlan(rows, columns, height, columns, 1, _block(block_bytes, columns * work_row, height), widened)
+
+    height = _equal(rows, fitting(least_width))
     fits = rows * columns * row + _MOST_BLOCKS * max(block_bytes, columns * work_row) <= budget and height >= rows
     if fits and not (device.type in _CHUNK_BYTES and row == work_row):
-        return ChunkPlan(rows, columns, height, columns, 1, _block(block_bytes, columns * work_row, height))
+        return of_all_columns(height, 0)
+    if row_sum:
+        of_slices = max(min(rows, _GOOD_HEIGHT, most // (row_sum + least_width * row)), 1)
+        if fitting(max(columns, 1)) >= of_slices:
+            return of_all_columns(_equal(rows, fitting(max(columns, 1))), widened)
+        budget, most = budget - of_slices * row_sum, most - of_slices * row_sum
+        height = _equal(rows, min(fitting(least_width), of_slices))
     good_bytes = max(_CHUNK_BYTES.get(device.type, _CHUNK_BYTES_ELSEWHERE), min(_GOOD_WIDTH, columns) * height * row)
     shares = max(most // good_bytes, 1)
     if device.type not in _CHUNK_BYTES:
@@ -160,7 +181,7 @@ def _block(block_bytes: int, row_bytes: int, height: int) -> int:
 
 def _equal(total: int, most: int) -> int:
     """The size of equal parts of at most `most`: a short last part would cost a whole product's start-up for little."""
-    return -(-total // max(-(-total // most), 1))
+    return max(-(-total // max(-(-total // most), 1)), 1)
 
 
 class Scratch:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -20,6 +21,9 @@ __all__ = ["Local", "Replicated", "RowExchange", "SequenceSharded", "Wait"]
 
 Wait = Callable[[], Tensor]
 
+_MOVED_BYTES = 8 * 2**20  # of rows that move, at a time
+_PADDING_PART = 8  # padding stays in memory where it is no more than this part of the rows
+
 
 class RowExchange(Protocol):
     """Between the rows this rank was given and the rows it projects."""
@@ -30,9 +34,16 @@ class RowExchange(Protocol):
     ) -> Tensor:  # (projected rows, hidden)
         ...
 
+    def room(
+        self,
+        rows: Tensor,  # (projected rows, hidden)
+    ) -> Tensor:  # (projected rows or more, hidden), not initialised
+        """Where the gradient of these rows is to be formed, in its first ones."""
+        ...
+
     def start_reduce(
         self,
-        d_rows: Tensor,  # (projected rows, hidden), this rank's part of the gradient; may be overwritten
+        room: Tensor,  # this rank's part of the gradient is in its first rows; overwritten
     ) -> Wait:  # wait() -> (local rows, hidden)
         ...
 
@@ -43,8 +54,11 @@ class Local:
     def gather(self, rows: Tensor) -> Tensor:
         return rows
 
-    def start_reduce(self, d_rows: Tensor) -> Wait:
-        return lambda: d_rows
+    def room(self, rows: Tensor) -> Tensor:
+        return rows.new_empty(rows.shape)
+
+    def start_reduce(self, room: Tensor) -> Wait:
+        return lambda: room
 
 
 @dataclass(frozen=True)
@@ -59,13 +73,16 @@ class Replicated:
     def gather(self, rows: Tensor) -> Tensor:
         return rows
 
-    def start_reduce(self, d_rows: Tensor) -> Wait:
-        sent = d_rows if d_rows.shape[0] else d_rows.new_zeros(1, d_rows.shape[1])
+    def room(self, rows: Tensor) -> Tensor:
+        return rows.new_empty(rows.shape)
+
+    def start_reduce(self, room: Tensor) -> Wait:
+        sent = room if room.shape[0] else room.new_zeros(1, room.shape[1])
         work = dist.all_reduce(sent, group=self.group, async_op=True)
 
         def wait() -> Tensor:
             work.wait()
-            return d_rows
+            return room
 
         return wait
 
@@ -75,7 +92,7 @@ class SequenceSharded:
     """Every rank of the group has its own rows (sequence parallelism) and a slice of the vocabulary.
 
     `counts[r]` is how many rows rank `r` has; every rank knows all of them, since the loss mask is replicated, so only
-    the rows that count travel, padded to the largest count. The padding is dropped before the projection.
+    the rows that count travel, padded to the largest count. The padding is not projected.
 
     Collectives: forward one all-gather, backward one reduce-scatter, both of `(ranks * max(counts), hidden)`, of one
     row a rank where there are none.
@@ -107,18 +124,44 @@ class SequenceSharded:
         sent[:mine] = rows
         received = sent.new_empty(self.group.size() * self._slot, rows.shape[1])
         all_gather(received, sent, self.group)
-        slots = received.view(self.group.size(), self._slot, -1)
-        return torch.cat([slots[rank, :count] for rank, count in enumerate(self.counts)])
+        total = sum(self.counts)
+        if (len(received) - total) * _PADDING_PART > total:
+            slots = received.view(self.group.size(), self._slot, -1)
+            return torch.cat([slots[rank, :count] for rank, count in enumerate(self.counts)])
+        # The rows move together where they are: a copy would be as large as all of them, to spare a little padding.
+        for rank, (count, end) in enumerate(zip(self.counts, accumulate(self.counts), strict=True)):
+            _move(received, rank * self._slot, end - count, count)
+        return received[:total]
 
-    def start_reduce(self, d_rows: Tensor) -> Wait:
-        slots = d_rows.new_zeros(self.group.size(), self._slot, d_rows.shape[1])
-        for slot, part in zip(slots, d_rows.split(self.counts), strict=True):
-            slot[: part.shape[0]] = part
-        received = d_rows.new_empty(self._slot, d_rows.shape[1])
-        work = start_reduce_scatter(received, slots.flatten(0, 1), self.group)
+    def room(self, rows: Tensor) -> Tensor:
+        return rows.new_empty(self.group.size() * self._slot, rows.shape[1])
+
+    def start_reduce(self, room: Tensor) -> Wait:
+        # The rows move apart where they are, the last ones first.
+        end = sum(self.counts)
+        for rank, count in reversed([*enumerate(self.counts)]):
+            start = rank * self._slot
+            _move(room, end - count, start, count)
+            room[start + count : start + self._slot] = 0
+            end -= count
+        received = room.new_empty(self._slot, room.shape[1])
+        work = start_reduce_scatter(received, room, self.group)
 
         def wait() -> Tensor:
             work.wait()
             return received[: self.counts[self.group.rank()]]
 
         return wait
+
+
+def _move(
+    rows: Tensor,  # (rows, hidden)
+    start: int,
+    to: int,  # the two ranges may overlap
+    count: int,
+) -> None:
+    step = max(_MOVED_BYTES // max(rows[:1].nbytes, 1), 1)
+    pieces = range(0, count if to != start else 0, step)
+    for first in pieces if to < start else reversed(pieces):
+        last = min(first + step, count)
+        rows[to + first : to + last] = rows[start + first : start + last].clone()

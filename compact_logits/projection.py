@@ -60,15 +60,27 @@ def blocks_of(
 def plan_for(
     scorer: Scorer,
     rows: int,
-    columns: int,
-    dtype: torch.dtype,  # of the hidden states
+    weight: Tensor,  # (vocab_local, hidden)
     logits: torch.dtype,
-    device: torch.device,
     chunk_bytes: int | None,
+    *,
+    sums_in_place: bool,  # of the weight's gradient
 ) -> ChunkPlan:
-    """The chunks in which `score_hidden` projects so many rows to so many columns, with gradients and without."""
-    blocks = blocks_of(scorer, dtype, logits, keeps=True)
-    return plan_chunks(rows, columns, logits, device, chunk_bytes, blocks=blocks)
+    """The chunks in which `score_hidden` projects so many rows, with gradients and without."""
+    columns, hidden = weight.shape
+    work = work_dtype(weight.dtype)
+    # A 16-bit gradient that is summed over slices, or over groups of rows, needs a sum in fp32. Of the weight's
+    # gradient it stands beside the logits, in whose memory that gradient may stand otherwise.
+    cut = work != weight.dtype and (sums_in_place or rows > 2 * columns)
+    return plan_chunks(
+        rows,
+        columns,
+        logits,
+        weight.device,
+        chunk_bytes,
+        blocks=blocks_of(scorer, weight.dtype, logits, keeps=True),
+        row_sum=hidden * work.itemsize if cut else 0,
+    )
 
 
 def score_hidden(
@@ -93,22 +105,24 @@ def score_hidden(
     Memory: at most `chunk_bytes` of logits; saved for backward are the projected rows, O(rows) scalars and the logits
     of as many chunks as the budget holds, in fp32 their exponentials if those do. Backward writes over them: it forms
     the other chunks' logits there, and the weight's gradient if that is returned and holds less than they do. Where
-    there are several chunks of 16-bit rows it holds an fp32 sum of the rows' gradient. Collectives: those of `exchange`
-    and of `scorer.merge`, whatever the number of chunks and also with zero rows.
+    there are several chunks of 16-bit rows, an fp32 sum of the rows' gradient stands beside the budget, or one of the
+    weight's where there are more than twice as many rows as columns; none where the weight's is summed in place anyway.
+    Collectives: those of `exchange` and of `scorer.merge`, whatever the number of chunks and also with zero rows.
     """
     if exchange is None:
         exchange = Local() if group is None or group.size() == 1 else Replicated(group)
     dtype = wide_dtype(hidden) if fp32_logits else hidden.dtype
     inputs = [tensor for tensor in (hidden, weight, bias) if tensor is not None]
+    grad_of_weight = ReturnedWeightGrad() if weight_grad is None else weight_grad
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs):
-        grad_of_weight = ReturnedWeightGrad() if weight_grad is None else weight_grad
         # Where forward gathers rows and saves those, not `hidden` itself. In a tuple, it is no input of the node.
         edge = (None if isinstance(exchange, Local | Replicated) else edge_of(hidden),)
         options = (exchange, grad_of_weight, chunk_bytes, dtype, plan, edge)
         return _ScoreHidden.apply(hidden, weight, bias, scorer, *options)
     with torch.no_grad():
         rows = exchange.gather(hidden)
-        plan = plan or plan_for(scorer, rows.shape[0], weight.shape[0], rows.dtype, dtype, rows.device, chunk_bytes)
+        sums = grad_of_weight.sums_in_place
+        plan = plan or plan_for(scorer, rows.shape[0], weight, dtype, chunk_bytes, sums_in_place=sums)
         held = HeldLogits.make(plan, rows, weight, dtype, keep=False, lends=False)
         return _forward(rows, weight, bias, scorer, held, {}, keep=False)[0]
 
@@ -131,7 +145,8 @@ class _ScoreHidden(torch.autograd.Function):
         edge: tuple[Tensor | None],
     ) -> tuple[Tensor, ...]:
         rows = exchange.gather(hidden)
-        plan = plan or plan_for(scorer, rows.shape[0], weight.shape[0], rows.dtype, dtype, rows.device, chunk_bytes)
+        sums = weight_grad.sums_in_place
+        plan = plan or plan_for(scorer, rows.shape[0], weight, dtype, chunk_bytes, sums_in_place=sums)
         lends = weight_grad.lends and ctx.needs_input_grad[1]
         held = HeldLogits.make(plan, rows, weight, dtype, keep=True, lends=lends)
         leaves = _leaves_shares(scorer, rows.dtype)
@@ -170,14 +185,14 @@ class _ScoreHidden(torch.autograd.Function):
         # What a saved-tensor hook has brought is its own, and it may use it again.
         gives = lent is not None and StorageWeakRef(lent.untyped_storage()).cdata == ctx.lent.cdata
         scratch, largest_of = Scratch(plan, rows), dict(zip(ctx.shares, largest, strict=True))
-        d_rows = torch.empty_like(rows, memory_format=torch.contiguous_format) if needs_hidden else None
+        room = ctx.exchange.room(rows) if needs_hidden else None
         d_bias = torch.zeros(weight.shape[0], dtype=work, device=rows.device) if needs_bias else None
         groups, slices, order = plan.groups(), plan.slices(), held.order
         if needs_weight:
             ctx.weight_grad.begin(weight, len(groups), there if gives else None, plan.widened)
         wait = None
         for group in reversed(groups):
-            d_group = None if d_rows is None else HiddenGrad(d_rows[group], len(slices), plan.widened)
+            d_group = None if room is None else HiddenGrad(room[group], len(slices), plan.widened)
             for index in order:
                 columns = slices[index]
                 logits = held.chunk(index, _length(group), _length(columns))
@@ -204,11 +219,11 @@ class _ScoreHidden(torch.autograd.Function):
                     if index == order[-1]:
                         d_group.finish()
                         if group == groups[0]:  # the reduction runs while the last weight product is formed
-                            wait = ctx.exchange.start_reduce(d_rows)
+                            wait = ctx.exchange.start_reduce(room)
                 if needs_weight:
                     ctx.weight_grad.add(d_logits, rows[group], columns)
-        if d_rows is not None and wait is None:
-            wait = ctx.exchange.start_reduce(d_rows)
+        if room is not None and wait is None:
+            wait = ctx.exchange.start_reduce(room)
         return (
             wait() if wait is not None else None,
             ctx.weight_grad.finish() if needs_weight else None,

@@ -16,7 +16,15 @@ __all__ = ["ReturnedWeightGrad", "WeightGrad"]
 class WeightGrad(Protocol):
     """Receives one product a chunk; says at the end what autograd is to be given for the weight."""
 
-    lends: bool  # whether it can be formed in memory that is given
+    @property
+    def lends(self) -> bool:
+        """Whether it can be formed in memory that is given."""
+        ...
+
+    @property
+    def sums_in_place(self) -> bool:
+        """Whether a sum of several products takes no fp32 memory of its own."""
+        ...
 
     def begin(
         self,
@@ -40,8 +48,13 @@ class ReturnedWeightGrad:
     """Plain autograd. Where each row is one product, that is formed in the weight's dtype at once, as the plain path
     does; else summed in fp32 and returned in the weight's dtype."""
 
-    def __init__(self, *, lends: bool = True) -> None:
-        self.lends = lends
+    def __init__(
+        self,
+        *,
+        lends: bool = True,
+        frozen: bool = False,  # nothing is ever summed
+    ) -> None:
+        self.lends, self.sums_in_place = lends, frozen
 
     def begin(self, weight: Tensor, groups: int, memory: Tensor | None = None, widened: int = 0) -> None:
         self._weight, self._widened = weight, widened

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -28,11 +29,14 @@ def covered(parts: list[slice]) -> list[int]:
     dtype=st.sampled_from(DTYPES),
     device=st.sampled_from([CPU, CUDA]),
     budget=st.integers(1, 3_000_000),
+    row_sum=st.sampled_from([0, 4, 3000]),
+    good_height=st.sampled_from([1, 30, 2048]),
 )
 def test_rows_and_columns_are_covered_once_within_the_budget(
-    rows: int, vocab: int, dtype: torch.dtype, device: torch.device, budget: int
+    rows: int, vocab: int, dtype: torch.dtype, device: torch.device, budget: int, row_sum: int, good_height: int
 ) -> None:
-    plan = plan_chunks(rows, vocab, dtype, device, budget)
+    with mock.patch.object(chunks, "_GOOD_HEIGHT", good_height):
+        plan = plan_chunks(rows, vocab, dtype, device, budget, row_sum=row_sum)
     groups, slices = plan.groups(), plan.slices()
     assert covered(groups) == list(range(rows)) and covered(slices) == list(range(vocab))
     assert slices, "one slice also where there are no columns"
@@ -45,7 +49,10 @@ def test_rows_and_columns_are_covered_once_within_the_budget(
     assert max(widths) <= plan.width and plan.held >= 1
     blocks = 2 * plan.block * plan.width * work_dtype(dtype).itemsize
     most = min(plan.held, len(slices)) * plan.height * plan.width * dtype.itemsize + blocks
-    assert most <= max(budget, max(vocab, 1) * (dtype.itemsize + 2 * work_dtype(dtype).itemsize))
+    if plan.width < vocab and row_sum:
+        most += plan.height * row_sum
+    least_row = max(vocab, 1) * (dtype.itemsize + 2 * work_dtype(dtype).itemsize) + row_sum
+    assert most <= max(budget, least_row)
 
 
 def test_rows_are_cut_only_where_slices_would_be_narrow() -> None:

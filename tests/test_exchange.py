@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from compact_logits import exchange as exchange_module
 from compact_logits.exchange import Local, Replicated, SequenceSharded
 from compact_logits.projection import score_hidden
 from compact_logits.scorers.log_prob_scorer import LogProbScorer
+from tests.support.allocation import AllocationTracker
 from tests.support.linear_head import Head, assert_as_good_as_plain
 from tests.support.ranks import RankPool
 from tests.support.sharded_head import of_rank, shard_of, whole, with_partial_sums
 
 COUNTS = [(0, 5), (3, 0), (0, 0), (7, 2), (4, 4), (1, 0, 0, 0), (0, 5, 0, 2), (0, 0, 0, 0), (3, 1, 4, 2)]
+COUNTS += [(8, 9), (9, 8), (9, 8, 9, 8)]  # so little padding that it stays
 CUTS = {2: [0, 19, 37], 4: [0, 5, 5, 36, 37]}
 
 each_count = pytest.mark.parametrize("counts", COUNTS, ids=str)
@@ -32,24 +36,64 @@ def of_this_rank(rows: Tensor, rank: int, counts: tuple[int, ...]) -> Tensor:
     return rows.split(list(counts))[rank]
 
 
-def there_and_back(rank: int, world: int, counts: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
+def filled(exchange: SequenceSharded, d_rows: Tensor) -> Tensor:
+    """The room for a gradient, with it, and what nobody may read behind it."""
+    room = exchange.room(d_rows).fill_(torch.nan)
+    room[: d_rows.shape[0]] = d_rows
+    return room
+
+
+def there_and_back(
+    rank: int, world: int, counts: tuple[int, ...], moved_bytes: int = exchange_module._MOVED_BYTES
+) -> tuple[Tensor, Tensor, Tensor]:
+    with mock.patch.object(exchange_module, "_MOVED_BYTES", moved_bytes):
+        return _there_and_back(rank, counts)
+
+
+def _there_and_back(rank: int, counts: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
     exchange = SequenceSharded(group(), counts)
     all_rows = torch.arange(sum(counts) * 3.0).view(-1, 3) + 1
     mine = of_this_rank(all_rows, rank, counts).clone()
     gathered = exchange.gather(mine)
     # Another part of the gradient on each rank, so that a sum that misses one shows.
-    back = exchange.start_reduce(gathered * 10.0**rank)()
+    back = exchange.start_reduce(filled(exchange, gathered * 10.0**rank))()
     return mine, gathered, back
 
 
 @each_count
-def test_rows_are_gathered_and_their_gradient_is_summed_once(rank_pool: RankPool, counts: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("moved_bytes", [2**20, 24, 1], ids=["at once", "two rows", "row by row"])
+def test_rows_are_gathered_and_their_gradient_is_summed_once(
+    rank_pool: RankPool, counts: tuple[int, ...], moved_bytes: int
+) -> None:
     world = len(counts)
     all_rows = torch.arange(sum(counts) * 3.0).view(-1, 3) + 1
     total = sum(10.0**rank for rank in range(world))
-    for mine, gathered, back in rank_pool.run(world, there_and_back, counts):
+    for mine, gathered, back in rank_pool.run(world, there_and_back, counts, moved_bytes):
         assert torch.equal(gathered, all_rows)
         assert torch.equal(back, mine * total)
+
+
+def allocated(rank: int, world: int, counts: tuple[int, ...]) -> tuple[int, int, int, bool]:
+    """Most bytes that stand beside the rows while they are gathered, and beside their gradient while it is reduced; and
+    whether what was gathered has the padding in its memory."""
+    exchange = SequenceSharded(group(), counts)
+    mine = torch.ones(counts[rank], 1024)
+    with AllocationTracker() as forward:
+        gathered = exchange.gather(mine)
+    room = exchange.room(gathered).fill_(1.0)
+    with AllocationTracker() as backward:
+        exchange.start_reduce(room)()
+    padded = gathered.untyped_storage().nbytes() == room.nbytes
+    return forward.peak_bytes - gathered.nbytes, backward.peak_bytes, gathered.nbytes, padded
+
+
+def test_rows_move_where_they_are(rank_pool: RankPool) -> None:
+    with_little, with_much = (rank_pool.run(2, allocated, counts) for counts in ((8000, 7999), (8000, 4000)))
+    for (forward, backward, rows, padded), own in zip(with_little, (8000, 8000), strict=True):
+        assert padded and forward <= own * 4096 + 2**24 < rows and backward <= own * 4096 + 2**24 < rows
+    for forward, backward, rows, padded in with_much:
+        assert not padded and backward <= 8000 * 4096 + 2**24
+        assert forward > rows, "a copy, as this test sees it"
 
 
 def score(rank: int, world: int, head: Head, counts: tuple[int, ...], chunk_bytes: int | None) -> dict[str, Any]:

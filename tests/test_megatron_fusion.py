@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from compact_logits import chunks
 from compact_logits.cli.cpu_model import build_gpt, cpu_megatron
+from compact_logits.held_logits import HeldLogits
 from compact_logits.megatron import attach, output_layer
 from compact_logits.megatron.attach import gpt_model_of
 from compact_logits.weight_grad import ReturnedWeightGrad
@@ -84,6 +86,23 @@ def compared(rank: int, world: int, kind: str, tied: bool) -> None:
 @pytest.mark.parametrize("kind", SETTINGS)
 def test_case_3_10_and_9_3_the_sum_of_all_micro_batches(rank_pool: RankPool, kind: str, tied: bool) -> None:
     rank_pool.run(1, compared, kind, tied)
+
+
+def rows_in_groups(rank: int, world: int) -> None:
+    plans: list[Any] = []
+    make = HeldLogits.make
+
+    def spied(plan: Any, *args: Any, **options: Any) -> HeldLogits:
+        plans.append(plan)
+        return make(plan, *args, **options)
+
+    with patch.object(chunks, "_GOOD_HEIGHT", 4), patch.object(HeldLogits, "make", spied):
+        compared(rank, world, "bf16, main_grad fp32", tied=False)
+    assert max(len(plan.groups()) for plan in plans) == 4, plans
+
+
+def test_rows_in_groups_add_to_main_grad_group_by_group(rank_pool: RankPool) -> None:
+    rank_pool.run(1, rows_in_groups)
 
 
 def test_a_returned_gradient_is_lost_beside_a_fused_one(rank_pool: RankPool) -> None:

@@ -29,6 +29,7 @@ class MainGrad:
     ) -> None:
         self._parameter = weight
         self._main_grad: Tensor = weight.main_grad  # type: ignore[attr-defined]
+        self.sums_in_place = self._main_grad.dtype == torch.float32
 
     def begin(self, weight: Tensor, groups: int, memory: Tensor | None = None, widened: int = 0) -> None:
         self._widened = widened

@@ -24,7 +24,7 @@ from compact_logits.scorers.contract import Scorer
 from compact_logits.scorers.log_prob_scorer import LogProbScorer
 from compact_logits.scorers.nucleus import NucleusScorer
 from compact_logits.vocab_parallel import VocabShard
-from compact_logits.weight_grad import ReturnedWeightGrad
+from compact_logits.weight_grad import ReturnedWeightGrad, WeightGrad
 
 __all__ = ["armed"]
 
@@ -68,7 +68,7 @@ def armed(
         request.outcome = Outcome(
             "compact",
             projected_rows=projected,
-            bytes_not_allocated=_bytes_not_allocated(input_, used, request, scorer, projected),
+            bytes_not_allocated=_bytes_not_allocated(head, input_, used, request, scorer, projected),
         )
         return answer, None
 
@@ -76,7 +76,19 @@ def armed(
         yield
 
 
+def _weight_grad(
+    head: Any,
+    weight: Tensor,  # (vocab_local, hidden)
+) -> WeightGrad:
+    """Where the weight's gradient goes, or would go if there were one: a no-grad pass is cut in the same chunks."""
+    stands = getattr(weight, "main_grad", None) is not None
+    if head.gradient_accumulation_fusion and weight.requires_grad and stands:
+        return MainGrad(weight)
+    return ReturnedWeightGrad(frozen=not weight.requires_grad)
+
+
 def _bytes_not_allocated(
+    head: Any,
     hidden: Tensor,  # (sequence / tensor-parallel size, batch, hidden)
     weight: Tensor,  # (vocab_local, hidden)
     request: Request,
@@ -87,7 +99,8 @@ def _bytes_not_allocated(
     selection, vocab_local = request.selection, weight.shape[0]
     dtype = wide_dtype(hidden) if request.fp32_logits else hidden.dtype
     keeps = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    plan = plan_for(scorer, projected, vocab_local, hidden.dtype, dtype, hidden.device, request.chunk_bytes)
+    sums = _weight_grad(head, weight).sums_in_place
+    plan = plan_for(scorer, projected, weight, dtype, request.chunk_bytes, sums_in_place=sums)
     held = plan.bytes_in_forward(dtype, keeps=keeps, blocks=blocks_of(scorer, hidden.dtype, dtype, keeps=keeps))
     return max(4 * selection.num_rows * vocab_local - held, 0)
 
@@ -115,14 +128,13 @@ def _answer(
         vocab_size=request.vocab_size,
     )
     scorer: LogProbScorer | NucleusScorer = base if request.nucleus is None else NucleusScorer(base, request.nucleus)
-    fused = head.gradient_accumulation_fusion and weight.requires_grad and torch.is_grad_enabled()
     outputs = score_hidden(
         projected.rows,
         weight,
         head.bias,
         scorer,
         exchange=projected.exchange,
-        weight_grad=MainGrad(weight) if fused else ReturnedWeightGrad(),
+        weight_grad=_weight_grad(head, weight),
         chunk_bytes=request.chunk_bytes,
         fp32_logits=request.fp32_logits,
     )

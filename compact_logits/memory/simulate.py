@@ -77,8 +77,9 @@ class _FewBlocks(ChunkPlan):
 
 
 def _plan(size: HeadSize) -> ChunkPlan:
-    scorer, device = _scorer(size, VocabShard(0, 1), rows=0), torch.device("meta")
-    plan = plan_for(scorer, size.kept, size.vocab // size.tp, size.dtype, size.dtype, device, size.chunk_bytes)
+    scorer, sums = _scorer(size, VocabShard(0, 1), rows=0), size.fused or size.frozen
+    weight = torch.empty(size.vocab // size.tp, size.hidden, dtype=size.dtype, device="meta")
+    plan = plan_for(scorer, size.kept, weight, size.dtype, size.chunk_bytes, sums_in_place=sums)
     return _FewBlocks(**vars(plan))
 
 
@@ -234,15 +235,18 @@ class _Watched:
         self._stop()
         return gathered
 
-    def start_reduce(self, d_rows: Tensor) -> Wait:
+    def room(self, rows: Tensor) -> Tensor:
+        return self._exchange.room(rows)
+
+    def start_reduce(self, room: Tensor) -> Wait:
         self._stop()
-        return self._exchange.start_reduce(d_rows)
+        return self._exchange.start_reduce(room)
 
 
 class _IntoMainGrad:
     """A weight gradient that goes where memory stands already."""
 
-    lends = False
+    lends, sums_in_place = False, True
 
     def begin(self, weight: Tensor, groups: int, memory: Tensor | None = None, widened: int = 0) -> None: ...
 

@@ -1,0 +1,149 @@
+"""16-bit rows in groups, where an fp32 sum of the gradient of all of them would be more than the weight's takes."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from compact_logits import chunks, linear_log_probs, projection
+from compact_logits.chunks import plan_chunks
+from compact_logits.megatron.main_grad import MainGrad
+from compact_logits.projection import plan_for, score_hidden
+from compact_logits.scorers.log_prob_scorer import LogProbScorer
+from compact_logits.vocab_parallel import VocabShard
+from compact_logits.weight_grad import ReturnedWeightGrad, WeightGrad
+from tests.support.allocation import AllocationTracker
+from tests.support.linear_head import Head, assert_as_good_as_plain
+
+CUDA = torch.device("cuda")
+SCALARS = 256  # bytes a row costs besides its hidden state
+# Which gradient of the weight there is, and how many columns for some 4,500 rows.
+KINDS = {"main_grad": 600, "frozen": 600, "returned": 150}
+
+each_kind = pytest.mark.parametrize("kind", KINDS)
+each_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+
+
+def weight_of(head: Head, kind: str) -> tuple[Tensor, WeightGrad]:
+    weight = head.weight.clone().requires_grad_(kind != "frozen")
+    if kind != "main_grad":
+        return weight, ReturnedWeightGrad(frozen=kind == "frozen")
+    weight.main_grad = torch.zeros(weight.shape)  # type: ignore[attr-defined]
+    return weight, MainGrad(weight)
+
+
+def scorer_of(head: Head, entropy: Any = "loss") -> LogProbScorer:
+    return LogProbScorer(head.targets, VocabShard(0, len(head.weight)), 1.0, entropy)
+
+
+def groups_and_slices(head: Head, kind: str, chunk_bytes: int) -> tuple[int, int]:
+    weight, grad = weight_of(head, kind)
+    sums = grad.sums_in_place
+    plan = plan_for(scorer_of(head), len(head.hidden), weight, weight.dtype, chunk_bytes, sums_in_place=sums)
+    return len(plan.groups()), len(plan.slices())
+
+
+def scored(head: Head, kind: str, chunk_bytes: int) -> dict[str, Tensor | None]:
+    hidden = head.hidden.clone().requires_grad_()
+    weight, grad = weight_of(head, kind)
+    outputs = score_hidden(hidden, weight, None, scorer_of(head), weight_grad=grad, chunk_bytes=chunk_bytes)
+    torch.autograd.backward(list(outputs), [head.d_log_probs, head.d_entropy])
+    d_weight = weight.main_grad if kind == "main_grad" else weight.grad  # type: ignore[attr-defined]
+    log_prob, entropy = (output.detach() for output in outputs)
+    return {"log_probs": log_prob, "entropy": entropy, "d_hidden": hidden.grad, "d_weight": d_weight}
+
+
+@each_dtype
+@each_kind
+@pytest.mark.parametrize("share", [0.75, 0.07], ids=["groups of all columns", "groups and slices"])
+def test_the_same_numbers(dtype: torch.dtype, kind: str, share: float) -> None:
+    rows, vocab = 4501, KINDS[kind]
+    head = Head.random(rows, 40, vocab, dtype)
+    budget = int(share * rows * vocab * dtype.itemsize)
+    groups, slices = groups_and_slices(head, kind, budget)
+    assert groups > 1 and (slices > 1) == (share < 0.1)
+    truth, plain, ours = head.truth(), head.plain(), scored(head, kind, budget)
+    for results in (truth, plain, ours):
+        results.pop("d_bias", None)
+    if kind == "frozen":
+        assert ours["d_weight"] is None
+        for results in (truth, plain, ours):
+            results.pop("d_weight")
+    if kind == "main_grad":
+        plain["d_weight"] = plain["d_weight"].float()  # type: ignore[union-attr]
+    assert_as_good_as_plain(ours, plain, truth)
+
+
+@each_kind
+@pytest.mark.parametrize("share", [0.75, 0.07])
+def test_a_pass_without_gradients_has_the_same_bits(kind: str, share: float) -> None:
+    rows, vocab = 4501, KINDS[kind]
+    head = Head.random(rows, 40, vocab, torch.bfloat16)
+    budget = int(share * rows * vocab * 2)
+    weight, grad = weight_of(head, kind)
+    with torch.no_grad():
+        alone = score_hidden(head.hidden, weight, None, scorer_of(head), weight_grad=grad, chunk_bytes=budget)
+    trained = scored(head, kind, budget)
+    assert torch.equal(alone[0], trained["log_probs"]) and torch.equal(alone[1], trained["entropy"])
+
+
+def peak_beyond_the_gradients(kind: str, rows: int, vocab: int, chunk_bytes: int) -> int:
+    """Less the gradients that are given to autograd, an fp32 sum of the weight's where that is returned, and the rows'
+    scalars."""
+    hidden_size = 512
+    head = Head.random(rows, hidden_size, vocab, torch.bfloat16)
+    hidden = head.hidden.requires_grad_()
+    weight, grad = weight_of(head, kind)
+    with AllocationTracker() as tracker:
+        outputs = score_hidden(hidden, weight, None, scorer_of(head), weight_grad=grad, chunk_bytes=chunk_bytes)
+        torch.autograd.backward(list(outputs), [head.d_log_probs, head.d_entropy])
+    of_weight = vocab * hidden_size * (2 + 4) if kind == "returned" else 0
+    return tracker.peak_bytes - rows * (hidden_size * 2 + SCALARS) - of_weight
+
+
+@each_kind
+def test_transient_bytes_are_those_of_the_budget_whatever_the_rows(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    budget, vocab = 3 * 2**20, 600
+    monkeypatch.setattr(chunks, "_GOOD_HEIGHT", 512)
+    for rows in (1500, 6000):
+        assert peak_beyond_the_gradients(kind, rows, vocab, budget) <= 1.05 * budget
+    # What it is there to catch: an fp32 sum of all rows' gradient.
+    monkeypatch.setattr(projection, "plan_chunks", lambda *args, row_sum, **options: plan_chunks(*args, **options))
+    assert peak_beyond_the_gradients(kind, 6000, vocab, budget) > 2 * budget
+
+
+def test_no_sum_of_rows_stands_beside_a_main_grad() -> None:
+    head = Head.random(5000, 64, 600, torch.bfloat16)
+    with AllocationTracker() as tracker:
+        scored(head, "main_grad", 4 * 2**20)
+    wide = [each for each in tracker.records if each.dtype == torch.float32 and each.shape[1:] == (64,)]
+    assert all(each.shape[0] <= 2500 or each.shape == (600, 64) for each in wide), wide
+
+
+def test_the_fewest_rows_and_the_widest_slices() -> None:
+    plan = partial(plan_chunks, dtype=torch.bfloat16, device=CUDA, chunk_bytes=None, row_sum=4 * 4096)
+    for rows in (1, 1000, 1544):
+        assert len(plan(rows, 62080).groups()) == len(plan(rows, 62080).slices()) == 1
+    # All columns of this many rows are no more than the budget; of fewer than 2,048, a group would add too often to the
+    # weight's gradient, so there are slices and a sum of so many rows.
+    assert [plan(20_000, columns).width == columns for columns in (37_984, 151_936)] == [True, False]
+    assert plan(20_000, 37_984).height > 2048
+    sliced = plan(20_000, 151_936)
+    assert sliced.height == 2000 and sliced.width >= 2048
+    assert plan(20_000, 151_936, row_sum=0).height == 20_000
+
+
+def test_functions_cut_rows_where_they_are_more_than_the_vocabulary() -> None:
+    """There a sum of the weight's gradient is the smaller one; elsewhere that gradient is formed slice by slice."""
+    budget = 2**20
+    for rows, vocab, cut in ((3000, 1600, False), (4501, 900, True)):
+        head = Head.random(rows, 32, vocab, torch.bfloat16)
+        with AllocationTracker() as tracker:
+            hidden, weight = head.hidden.requires_grad_(), head.weight.requires_grad_()
+            linear_log_probs(hidden, weight, head.targets, chunk_bytes=budget).log_probs.sum().backward()
+        sums = {each.shape for each in tracker.records if each.dtype == torch.float32 and each.shape[1:] == (32,)}
+        assert ((rows, 32) in sums, (vocab, 32) in sums) == (not cut, cut)
