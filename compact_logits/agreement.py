@@ -64,15 +64,20 @@ def exchanged(
     Collectives: one all-gather of 8 bytes a value and rank, whatever the values are; its result is waited for on the
     host. A rank that does not come makes the others raise the error of the back end when the group's timeout is over.
     """
+    sent = _message(values, device)
+    received = sent.new_empty(group.size() * sent.shape[0])
+    all_gather(received, sent, group)
+    return list(zip(*received.view(group.size(), -1).tolist(), strict=True))
+
+
+def _message(values: Sequence[int | Tensor], device: torch.device) -> Tensor:  # (values,) int64, on `device`
+    """What the host knows travels in one copy, what the device knows does not leave it."""
     elsewhere = {place: value for place, value in enumerate(values) if isinstance(value, Tensor) and not value.is_cpu}
-    # What the host knows travels to the device at once.
     numbers = [0 if place in elsewhere else int(value) for place, value in enumerate(values)]
     sent = torch.tensor(numbers, dtype=torch.int64).to(device, non_blocking=True)
     for place, value in elsewhere.items():
         sent[place] = value
-    received = sent.new_empty(group.size() * sent.shape[0])
-    all_gather(received, sent, group)
-    return list(zip(*received.view(group.size(), -1).tolist(), strict=True))
+    return sent
 
 
 def refuse_difference(

@@ -26,6 +26,7 @@ class HeldLogits:
     plan: ChunkPlan
     own: Tensor  # (logits,), their dtype; of a place that only the last slice takes, no more than that
     lent: Tensor | None = None  # (vocab_local, hidden), the logits' dtype, contiguous
+    keeps: bool = True  # for backward
     ascends: bool = False  # without lent memory too, so that a second backward adds in the order of the first
 
     @classmethod
@@ -47,7 +48,7 @@ class HeldLogits:
             whole, rest = divmod(weight.numel(), plan.height * plan.width)
             places = min(most - whole - (rest > 0), plan.num_slices - whole + 1)
             last = places == plan.num_slices - whole + 1
-        return cls(plan, rows.new_empty(plan.logits_in(places, last=last), dtype=dtype), lent)
+        return cls(plan, rows.new_empty(plan.logits_in(places, last=last), dtype=dtype), lent, keep)
 
     @property
     def order(self) -> list[int]:
@@ -60,6 +61,8 @@ class HeldLogits:
 
     def stays(self, index: int) -> bool:
         """Whether forward leaves the logits of slice `index`."""
+        if not self.keeps:
+            return False
         if self.lent is not None:
             return index < self._lent_places + self._own_places - 1
         return index >= self.plan.num_slices - self._own_places

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from compact_logits.chunk_product import add_product_
-from compact_logits.chunks import work_dtype
+from compact_logits.chunks import ChunkPlan, work_dtype
 
 __all__ = ["HiddenGrad"]
 
@@ -18,12 +18,11 @@ class HiddenGrad:
     def __init__(
         self,
         out: Tensor,  # (rows, hidden), written by `finish` at the latest
-        slices: int,
-        widened: int = 0,  # bytes that parts of the factors may take, where they have to be widened
+        plan: ChunkPlan,
     ) -> None:
-        self._out, self._widened = out, widened
+        self._out, self._widened = out, plan.widened
         work = work_dtype(out.dtype)
-        self._total = out if slices == 1 or work == out.dtype else torch.zeros_like(out, dtype=work)
+        self._total = out if plan.num_slices == 1 or work == out.dtype else torch.zeros_like(out, dtype=work)
         self._empty = self._total is out
 
     def add(
@@ -40,3 +39,4 @@ class HiddenGrad:
     def finish(self) -> None:
         if self._total is not self._out:
             self._out.copy_(self._total)
+            self._total = self._out  # the sum's memory is free for that of the next rows

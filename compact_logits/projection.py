@@ -124,7 +124,7 @@ def score_hidden(
         sums = grad_of_weight.sums_in_place
         plan = plan or plan_for(scorer, rows.shape[0], weight, dtype, chunk_bytes, sums_in_place=sums)
         held = HeldLogits.make(plan, rows, weight, dtype, keep=False, lends=False)
-        return _forward(rows, weight, bias, scorer, held, {}, keep=False)[0]
+        return _forward(rows, weight, bias, scorer, held, {})[0]
 
 
 class _ScoreHidden(torch.autograd.Function):
@@ -153,7 +153,7 @@ class _ScoreHidden(torch.autograd.Function):
         ctx.shares = [index for index in range(plan.num_slices) if leaves and held.stays(index)]
         largest = rows.new_empty(len(ctx.shares), plan.height)
         largest_of = dict(zip(ctx.shares, largest, strict=True))
-        outputs, saved = _forward(rows, weight, bias, scorer, held, largest_of, keep=True)
+        outputs, saved = _forward(rows, weight, bias, scorer, held, largest_of)
         ctx.save_for_backward(rows, weight, bias, held.own, held.lent, largest, *edge, *scorer.inputs, *saved)
         ctx.spent, ctx.one_at_a_time = False, threading.Lock()
         ctx.lent = None if held.lent is None else StorageWeakRef(held.lent.untyped_storage())
@@ -188,11 +188,10 @@ class _ScoreHidden(torch.autograd.Function):
         room = ctx.exchange.room(rows) if needs_hidden else None
         d_bias = torch.zeros(weight.shape[0], dtype=work, device=rows.device) if needs_bias else None
         groups, slices, order = plan.groups(), plan.slices(), held.order
-        if needs_weight:
-            ctx.weight_grad.begin(weight, len(groups), there if gives else None, plan.widened)
+        d_weight = ctx.weight_grad.begin(weight, plan, there if gives else None) if needs_weight else None
         wait = None
         for group in reversed(groups):
-            d_group = None if room is None else HiddenGrad(room[group], len(slices), plan.widened)
+            d_group = None if room is None else HiddenGrad(room[group], plan)
             for index in order:
                 columns = slices[index]
                 logits = held.chunk(index, _length(group), _length(columns))
@@ -220,13 +219,13 @@ class _ScoreHidden(torch.autograd.Function):
                         d_group.finish()
                         if group == groups[0]:  # the reduction runs while the last weight product is formed
                             wait = ctx.exchange.start_reduce(room)
-                if needs_weight:
-                    ctx.weight_grad.add(d_logits, rows[group], columns)
+                if d_weight is not None:
+                    d_weight.add(d_logits, rows[group], columns)
         if room is not None and wait is None:
             wait = ctx.exchange.start_reduce(room)
         return (
             wait() if wait is not None else None,
-            ctx.weight_grad.finish() if needs_weight else None,
+            d_weight.finish() if d_weight is not None else None,
             d_bias.to(bias.dtype) if d_bias is not None else None,
             *[None] * 7,
         )
@@ -238,9 +237,7 @@ def _forward(
     bias: Tensor | None,
     scorer: Scorer,
     held: HeldLogits,
-    largest: dict[int, Tensor],  # (height,) each, written to; of the last group's slices whose exponentials stay
-    *,
-    keep: bool,  # the last group's logits, as they were projected, where they stay and their exponentials do not
+    largest: dict[int, Tensor],  # (height,) each, written to; of slices of which not the logits stay but exponentials
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:  # outputs, saved
     plan = held.plan
     scratch = Scratch(plan, rows)
@@ -252,13 +249,14 @@ def _forward(
         for index, columns in enumerate(slices):
             logits = held.chunk(index, height, _length(columns))
             project(rows[group], weight[columns], None if bias is None else bias[columns], logits)
-            of_shares = largest.get(index) if group == groups[-1] else None
-            keeping = keep and of_shares is None and group == groups[-1] and held.stays(index)
+            stays = group == groups[-1] and held.stays(index)
+            of_shares = largest.get(index) if stays else None
             part, of_part = _part(scorer, columns, slices), joined.next()
             for local in plan.blocks(height):
                 size = (_length(local), _length(columns))
                 given = logits[local]
-                z = scratch.block(*size) if keeping or given.dtype != stats.dtype else given
+                in_place = given.dtype == stats.dtype and (of_shares is not None or not stays)
+                z = given if in_place else scratch.block(*size)
                 spare = scratch.spare(*size) if scorer.needs_spare else None
                 block = slice(group.start + local.start, group.start + local.stop)
                 of_part[local] = part.local_stats(Block(given, z, spare, block))

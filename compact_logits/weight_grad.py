@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from compact_logits.chunk_product import add_product_
-from compact_logits.chunks import work_dtype
+from compact_logits.chunks import ChunkPlan, work_dtype
 
-__all__ = ["ReturnedWeightGrad", "WeightGrad"]
+__all__ = ["ReturnedSum", "ReturnedWeightGrad", "WeightGrad", "WeightSum"]
 
 
 class WeightGrad(Protocol):
-    """Receives one product a chunk; says at the end what autograd is to be given for the weight."""
+    """Where the gradient goes."""
 
     @property
     def lends(self) -> bool:
@@ -29,10 +30,15 @@ class WeightGrad(Protocol):
     def begin(
         self,
         weight: Tensor,  # (vocab_local, hidden)
-        groups: int,  # how many products each of its rows is the sum of
+        plan: ChunkPlan,
         memory: Tensor | None = None,  # like the weight, to form the gradient in, from the first rows on
-        widened: int = 0,  # bytes that parts of the factors may take, where they have to be widened
-    ) -> None: ...
+    ) -> WeightSum:
+        """The sum of one backward pass, of nothing yet."""
+        ...
+
+
+class WeightSum(Protocol):
+    """Receives one product a chunk; says at the end what autograd is to be given for the weight."""
 
     def add(
         self,
@@ -44,21 +50,28 @@ class WeightGrad(Protocol):
     def finish(self) -> Tensor | None: ...
 
 
+@dataclass(frozen=True)
 class ReturnedWeightGrad:
-    """Plain autograd. Where each row is one product, that is formed in the weight's dtype at once, as the plain path
+    """Plain autograd's."""
+
+    lends: bool = True
+    frozen: bool = False  # there is none
+
+    @property
+    def sums_in_place(self) -> bool:
+        return self.frozen
+
+    def begin(self, weight: Tensor, plan: ChunkPlan, memory: Tensor | None = None) -> WeightSum:
+        return ReturnedSum(weight, plan, memory)
+
+
+class ReturnedSum:
+    """Where each row of the weight is one product, that is formed in the weight's dtype at once, as the plain path
     does; else summed in fp32 and returned in the weight's dtype."""
 
-    def __init__(
-        self,
-        *,
-        lends: bool = True,
-        frozen: bool = False,  # nothing is ever summed
-    ) -> None:
-        self.lends, self.sums_in_place = lends, frozen
-
-    def begin(self, weight: Tensor, groups: int, memory: Tensor | None = None, widened: int = 0) -> None:
-        self._weight, self._widened = weight, widened
-        self._rounded = groups > 1 and work_dtype(weight.dtype) != weight.dtype
+    def __init__(self, weight: Tensor, plan: ChunkPlan, memory: Tensor | None) -> None:
+        self._weight, self._widened = weight, plan.widened
+        self._rounded = len(plan.groups()) > 1 and work_dtype(weight.dtype) != weight.dtype
         # Not of zeros where nothing is added to it, since they would first have to be written.
         self._total = torch.zeros_like(weight, dtype=work_dtype(weight.dtype)) if self._rounded else memory
         self._written = 0
@@ -77,6 +90,4 @@ class ReturnedWeightGrad:
     def finish(self) -> Tensor:
         total = torch.zeros_like(self._weight) if self._total is None else self._total
         self._total = None
-        weight = self._weight
-        del self._weight
-        return total.to(weight.dtype)
+        return total.to(self._weight.dtype)

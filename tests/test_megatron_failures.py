@@ -17,7 +17,7 @@ from compact_logits.megatron import attach, output_layer
 from compact_logits.megatron.seam import postprocess_wrapper
 from compact_logits.patching import Patch
 from compact_logits.scorers.log_prob_scorer import LogProbScorer
-from compact_logits.weight_grad import ReturnedWeightGrad
+from compact_logits.weight_grad import ReturnedSum
 from tests.support.gpt_paths import VOCAB, Cut, Micro, micro_batch
 from tests.support.marked_gpt import Came, call, came_of, differences, kept_scalars, marked, objective
 from tests.support.ranks import RankPool
@@ -57,8 +57,8 @@ IN_BACKWARD: list[tuple[Any, str, int]] = [
     (LogProbScorer, "d_logits_", 1),
     (LogProbScorer, "d_logits_", 3),
     (projection, "project", 1),
-    (ReturnedWeightGrad, "add", 2),
-    (ReturnedWeightGrad, "finish", 1),
+    (ReturnedSum, "add", 2),
+    (ReturnedSum, "finish", 1),
 ]
 
 

@@ -3,7 +3,10 @@ logits; here it is bytes, dtypes, and what is saved for backward."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ from torch import Tensor
 
 from compact_logits import linear_log_probs, log_probs
 from compact_logits.chunks import plan_blocks, plan_chunks
+from compact_logits.hidden_grad import HiddenGrad
 from tests.support.allocation import AllocationTracker
 from tests.support.linear_head import Head
 
@@ -172,3 +176,28 @@ def test_backward_writes_over_the_logits_that_forward_left(chunk_bytes: int, dty
     first = hidden.grad.clone()
     (result.log_probs.sum() + result.entropy.sum()).backward()
     assert torch.equal(hidden.grad, 2 * first)
+
+
+def test_a_backward_that_fails_leaves_no_buffers() -> None:
+    hidden, weight, bias, targets = leaves(torch.bfloat16)
+    with AllocationTracker() as tracker:
+        result = linear_log_probs(hidden, weight, targets, bias=bias, chunk_bytes=1)
+        before = tracker.live_bytes
+        with pytest.raises(ArithmeticError), mock.patch.object(HiddenGrad, "add", fails_the_second_time([])):
+            result.log_probs.sum().backward()
+        gc.collect()
+        assert tracker.live_bytes <= before
+        result.log_probs.sum().backward()
+    assert torch.isfinite(weight.grad).all()
+
+
+def fails_the_second_time(calls: list[int]) -> Callable[..., None]:
+    right = HiddenGrad.add
+
+    def add(*args: Any) -> None:
+        calls.append(1)
+        if len(calls) == 2:  # the first chunk's part of the weight's gradient stands by then
+            raise ArithmeticError
+        right(*args)
+
+    return add

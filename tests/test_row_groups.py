@@ -105,10 +105,16 @@ def peak_beyond_the_gradients(kind: str, rows: int, vocab: int, chunk_bytes: int
     return tracker.peak_bytes - rows * (hidden_size * 2 + SCALARS) - of_weight
 
 
-@each_kind
-def test_transient_bytes_are_those_of_the_budget_whatever_the_rows(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    budget, vocab = 3 * 2**20, 600
+@pytest.mark.parametrize(
+    ("kind", "vocab"), [("main_grad", 600), ("frozen", 600), ("returned", 600), ("main_grad", 6000), ("frozen", 6000)]
+)
+def test_transient_bytes_are_those_of_the_budget_whatever_the_rows(
+    kind: str, vocab: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    budget = 3 * 2**20
     monkeypatch.setattr(chunks, "_GOOD_HEIGHT", 512)
+    plan = plan_chunks(6000, vocab, torch.bfloat16, torch.device("cpu"), budget, row_sum=4 * 512)
+    assert (plan.width < vocab) == (vocab == 6000) and plan.height < 3000
     for rows in (1500, 6000):
         assert peak_beyond_the_gradients(kind, rows, vocab, budget) <= 1.05 * budget
     # What it is there to catch: an fp32 sum of all rows' gradient.

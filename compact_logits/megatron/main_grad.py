@@ -7,8 +7,9 @@ from megatron.core.tensor_parallel import layers
 from torch import Tensor
 
 from compact_logits.chunk_product import add_product_
+from compact_logits.chunks import ChunkPlan
 
-__all__ = ["MainGrad"]
+__all__ = ["MainGrad", "MainGradSum"]
 
 
 class MainGrad:
@@ -29,15 +30,30 @@ class MainGrad:
     ) -> None:
         self._parameter = weight
         self._main_grad: Tensor = weight.main_grad  # type: ignore[attr-defined]
-        self.sums_in_place = self._main_grad.dtype == torch.float32
 
-    def begin(self, weight: Tensor, groups: int, memory: Tensor | None = None, widened: int = 0) -> None:
-        self._widened = widened
+    @property
+    def sums_in_place(self) -> bool:
+        return self._main_grad.dtype == torch.float32
+
+    def begin(self, weight: Tensor, plan: ChunkPlan, memory: Tensor | None = None) -> MainGradSum:
         self._parameter.main_grad = self._main_grad  # type: ignore[attr-defined]
-        self._dtype = weight.dtype
-        kernels = getattr(layers, "fused_weight_gradient_mlp_cuda", None)
-        once = self._main_grad.dtype == torch.float32 or (groups < 2 and kernels is not None)
-        self._total = None if once else torch.zeros_like(weight, dtype=torch.float32)
+        return MainGradSum(self._parameter, self._main_grad, weight.dtype, plan)
+
+
+class MainGradSum:
+    """What one backward pass adds."""
+
+    def __init__(
+        self,
+        parameter: Tensor,  # (vocab_local, hidden)
+        main_grad: Tensor,  # (vocab_local, hidden)
+        dtype: torch.dtype,  # of the weight that was used
+        plan: ChunkPlan,
+    ) -> None:
+        self._parameter, self._main_grad, self._dtype, self._widened = parameter, main_grad, dtype, plan.widened
+        self._kernels = getattr(layers, "fused_weight_gradient_mlp_cuda", None)
+        once = main_grad.dtype == torch.float32 or (len(plan.groups()) < 2 and self._kernels is not None)
+        self._total = None if once else torch.zeros_like(main_grad, dtype=torch.float32)
 
     def add(
         self,
@@ -45,10 +61,9 @@ class MainGrad:
         hidden: Tensor,  # (rows, hidden)
         columns: slice,  # which of the weight's rows
     ) -> None:
-        kernels = getattr(layers, "fused_weight_gradient_mlp_cuda", None)
-        if self._total is None and kernels is not None:
+        if self._total is None and self._kernels is not None:
             wide = self._main_grad.dtype == torch.float32
-            accumulate = kernels.wgrad_gemm_accum_fp32 if wide else kernels.wgrad_gemm_accum_fp16
+            accumulate = self._kernels.wgrad_gemm_accum_fp32 if wide else self._kernels.wgrad_gemm_accum_fp16
             accumulate(hidden, d_logits, self._main_grad[columns])
         else:
             total = self._main_grad if self._total is None else self._total

@@ -26,7 +26,7 @@ from compact_logits.scorers.log_prob_scorer import LogProbScorer
 from compact_logits.scorers.nucleus import Nucleus, NucleusScorer
 from compact_logits.scorers.topk_scorer import TopKScorer
 from compact_logits.vocab_parallel import VocabShard
-from compact_logits.weight_grad import ReturnedWeightGrad, WeightGrad
+from compact_logits.weight_grad import ReturnedWeightGrad, WeightGrad, WeightSum
 
 __all__ = ["Path", "simulate"]
 
@@ -248,7 +248,8 @@ class _IntoMainGrad:
 
     lends, sums_in_place = False, True
 
-    def begin(self, weight: Tensor, groups: int, memory: Tensor | None = None, widened: int = 0) -> None: ...
+    def begin(self, weight: Tensor, plan: ChunkPlan, memory: Tensor | None = None) -> WeightSum:
+        return self
 
     def add(self, d_logits: Tensor, hidden: Tensor, columns: slice) -> None: ...
 
