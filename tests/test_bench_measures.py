@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import ctypes
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -69,6 +70,29 @@ def test_a_gpu_is_timed_by_its_events_and_measured_from_its_level(monkeypatch: p
     # Backward starts with the 40 MiB that forward left, and takes 200 more.
     assert bench_timing.measure_peak(gpu.forward, CUDA) == (300.0, 240.0)
     assert bench_report._hardware(CUDA) == "a card"
+
+
+class Mallinfo(ctypes.Structure):
+    """glibc's `mallinfo2`; `hblks` is how many blocks have pages of their own, which go back when they are freed."""
+
+    _fields_ = tuple((name, ctypes.c_size_t) for name in ["arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks"])
+    _fields_ += tuple((name, ctypes.c_size_t) for name in ["fsmblks", "uordblks", "fordblks", "keepcost"])
+
+
+def test_what_is_freed_is_no_longer_resident_while_a_peak_is_measured() -> None:
+    libc = ctypes.CDLL(None)
+    libc.mallinfo2.restype, libc.malloc.restype = Mallinfo, ctypes.c_void_p
+
+    def own_pages() -> int:
+        before = libc.mallinfo2().hblks
+        block = ctypes.c_void_p(libc.malloc(20 * 2**20))
+        found = libc.mallinfo2().hblks - before
+        libc.free(block)
+        return found
+
+    found: list[int] = []
+    bench_timing.measure_peak(lambda: lambda: found.append(own_pages()), CPU)
+    assert found == [1] and own_pages() == 0, "afterwards, as glibc does by itself once so much was freed"
 
 
 def test_a_kernel_that_tells_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -14,6 +15,7 @@ import torch
 __all__ = ["Clock", "Measured", "measure_peak", "measure_time"]
 
 _MIB = 2**20
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of glibc's `mallopt`
 
 Clock = Callable[[], float]  # seconds
 
@@ -87,15 +89,29 @@ def measure_peak(
         backward()
         return (of_forward - level) / _MIB, (torch.cuda.max_memory_allocated(device) - level) / _MIB
     try:
-        ctypes.CDLL(None).malloc_trim(0)
-        before = _restart_high_water()
-        backward = forward()
-        first = _status_mib("VmHWM")
-        _restart_high_water()
-        backward()
-        return first - before, _status_mib("VmHWM") - before
+        with _freed_at_once():
+            before = _restart_high_water()
+            backward = forward()
+            first = _status_mib("VmHWM")
+            _restart_high_water()
+            backward()
+            return first - before, _status_mib("VmHWM") - before
     except (OSError, AttributeError, StopIteration):
         return None, None
+
+
+@contextmanager
+def _freed_at_once() -> Iterator[None]:
+    """What is freed is no longer resident. By itself glibc keeps up to 32 MiB of it, more the longer a process runs, so
+    that a peak would tell in which order things were measured. Its threshold ends there, where it would have got to."""
+    libc = ctypes.CDLL(None)
+    libc.malloc_trim(0)
+    libc.mallopt(_MMAP_THRESHOLD, 128 * 1024)
+    try:
+        yield
+    finally:
+        libc.mallopt(_MMAP_THRESHOLD, 32 * _MIB)
+        libc.mallopt(_TRIM_THRESHOLD, 64 * _MIB)
 
 
 def _restart_high_water() -> float:
