@@ -144,8 +144,8 @@ def run_with_fault(name: str, rank: int, world: int, batch: list[Example]) -> li
 def test_a_fault_is_found(rank_pool: RankPool, name: str) -> None:
     told: list[str] = []
     # Most show at once, and none may stay hidden in ten thousand.
-    for count in (40, 160, 640):
-        found = soak(count, 2, rank_pool, told.append, partial(run_with_fault, name))["mismatches"]
+    for count, seed in ((40, 2), (160, 3), (640, 4)):
+        found = soak(count, seed, rank_pool, told.append, partial(run_with_fault, name))["mismatches"]
         if found:
             break
     assert found

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from compact_logits import VocabShard, chunks, linear_log_probs, linear_topk_kl
+from compact_logits.chunks import ChunkPlan
 from compact_logits.exchange import Local, Replicated, SequenceSharded
 from compact_logits.given_logits import rows_of, score_logits
 from compact_logits.layouts import Layout, contiguous, packed, zigzag
@@ -20,6 +21,7 @@ from compact_logits.rows import RowSelection, scatter, select
 from compact_logits.scorers.log_prob_scorer import LogProbScorer
 from compact_logits.scorers.nucleus import Nucleus, NucleusScorer
 from compact_logits.scorers.topk_scorer import TopKScorer
+from compact_logits.weight_grad import ReturnedWeightGrad, WeightSum
 from tests.support.random_data import Data, clamp_of, masks_of
 from tests.support.random_example import Example
 
@@ -73,7 +75,7 @@ def layout_of(example: Example, cp_rank: int) -> Layout:
 
 
 def _run(example: Example, data: Data, cp_rank: int, tp_rank: int, group: Any) -> Part:
-    narrow = {"_CHUNK_BYTES": {"cpu": 1}, "_GOOD_WIDTH": 4, "_LEAST_WIDTH": {"cpu": 4}}
+    narrow = {"_CHUNK_BYTES": {"cpu": 1}, "_GOOD_WIDTH": 4, "_LEAST_WIDTH": {"cpu": 4}, "_GOOD_HEIGHT": 3}
     with mock.patch.multiple(chunks, **narrow) if example.narrow else nullcontext():
         return _run_one(example, data, cp_rank, tp_rank, group)
 
@@ -204,7 +206,26 @@ def _project(
         exchange = SequenceSharded(shard.group, selection.counts(example.tp))
         indices = selection.of_shard(tp_rank, example.tp)
     rows = select(hidden, indices)
-    return score_hidden(rows, weight, bias, scorer, exchange=exchange, chunk_bytes=example.chunk_bytes)
+    options: Any = {"exchange": exchange, "chunk_bytes": example.chunk_bytes}
+    if example.in_place:
+        options["weight_grad"] = _InPlace() if weight.requires_grad else ReturnedWeightGrad(frozen=True)
+    return score_hidden(rows, weight, bias, scorer, **options)
+
+
+class _InPlace:
+    """The weight's gradient, added to memory in fp32 as Megatron's fused kernels do, and returned at the end."""
+
+    lends, sums_in_place = False, True
+
+    def begin(self, weight: Tensor, plan: ChunkPlan, memory: Tensor | None = None) -> WeightSum:
+        self._total, self._dtype = torch.zeros(weight.shape), weight.dtype
+        return self
+
+    def add(self, d_logits: Tensor, hidden: Tensor, columns: slice) -> None:
+        self._total[columns] += d_logits.t().float() @ hidden.float()
+
+    def finish(self) -> Tensor:
+        return self._total.to(self._dtype)
 
 
 def _backward(
