@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -31,9 +32,6 @@ _CHUNK_BYTES_ELSEWHERE = 32 * 2**20
 _LEAST_WIDTH = {"cpu": 16}
 _LEAST_WIDTH_ELSEWHERE = 2048
 _GOOD_WIDTH = 1024
-# Each group of rows adds to the gradient of all the weight, which costs more than a tenth of its products where
-# there are fewer rows in it: slices are cut rather than that.
-_GOOD_HEIGHT = 2048
 
 # Where no product of 16-bit factors has an fp32 result, this part of the budget is for factors that are widened.
 _WIDENED_PART = {"cpu": 8}
@@ -57,8 +55,9 @@ class ChunkPlan:
     one product, formed once. The rows are cut where a slice would get too narrow for the budget, and where an fp32 sum
     of the rows' gradient over the slices would take more memory than one of the weight's over groups of rows.
 
-    The chunks depend on the sizes and the budget alone, not on whether gradients or an entropy are wanted, so that a
-    no-grad pass and a training pass over the same rows run the same products and give log-probs of the same bits.
+    The chunks depend on the sizes, the budget and where the weight's gradient goes, not on whether gradients or an
+    entropy are wanted, so that a no-grad pass and a training pass over the same rows run the same products and give
+    log-probs of the same bits.
     """
 
     rows: int
@@ -118,9 +117,9 @@ def plan_chunks(
     """Split `chunk_bytes` into blocks of fp32 scratch, of which the passes need so many, and chunks in the model's
     dtype. As much as one row takes is held however small the budget. What the passes need decides over `held` alone.
 
-    `row_sum` is what a row of an fp32 sum over slices takes, in bytes, where cutting the rows spares memory: chunks of
-    enough rows are then of all columns and need no such sum. Where all columns leave too few rows, there are slices of
-    more, and the sum stands in the budget.
+    `row_sum` is what a row of an fp32 sum over slices takes, in bytes, where cutting the rows spares memory: chunks are
+    then of all columns and need no such sum, or slices of more rows, where that is less work, and the sum stands in the
+    budget.
     """
     row, work_row = dtype.itemsize, work_dtype(dtype).itemsize  # bytes of one column
     budget, block_bytes = _budget(device, chunk_bytes, least=max(columns, 1) * (row + _MOST_BLOCKS * work_row))
@@ -139,15 +138,15 @@ def plan_chunks(
     if fits and not (device.type in _CHUNK_BYTES and row == work_row):
         return of_all_columns(height, 0)
     if row_sum:
-        of_slices = max(min(rows, _GOOD_HEIGHT, most // (row_sum + least_width * row)), 1)
-        if fitting(max(columns, 1)) >= of_slices:
+        summed, passes = _least_passes(rows, columns, row, row_sum, max(most, 0))
+        if -(-rows // fitting(max(columns, 1))) * columns <= passes:
             return of_all_columns(_equal(rows, fitting(max(columns, 1))), widened)
-        budget, most = budget - of_slices * row_sum, most - of_slices * row_sum
-        height = _equal(rows, min(fitting(least_width), of_slices))
+        budget, most = budget - summed * row_sum, most - summed * row_sum
+        height = _equal(rows, min(fitting(least_width), summed))
     good_bytes = max(_CHUNK_BYTES.get(device.type, _CHUNK_BYTES_ELSEWHERE), min(_GOOD_WIDTH, columns) * height * row)
     shares = max(most // good_bytes, 1)
     if device.type not in _CHUNK_BYTES:
-        shares = min(shares, _MOST_HELD)
+        shares = 1 if row_sum else min(shares, _MOST_HELD)
     width = min(most // (shares * height * row), budget // (height * row + _MOST_BLOCKS * work_row))
     width = min(max(width, least_width), columns)
     if _ALIGNED < width < columns:
@@ -182,6 +181,22 @@ def _block(block_bytes: int, row_bytes: int, height: int) -> int:
 def _equal(total: int, most: int) -> int:
     """The size of equal parts of at most `most`: a short last part would cost a whole product's start-up for little."""
     return max(-(-total // max(-(-total // most), 1)), 1)
+
+
+def _least_passes(rows: int, columns: int, row: int, row_sum: int, most: int) -> tuple[int, int]:
+    """The height of groups whose sum fills the memory together with a slice, and how many rows of gradients are then
+    added to: every group goes through all the weight's, every slice through the group's.
+
+    With `height * (row_sum + width * row) = most` that is least for a width of `sqrt(most / row)`.
+    """
+
+    def passes(height: int) -> int:
+        width = max((most - height * row_sum) // (height * row), 1)
+        return -(-rows // height) * columns + -(-columns // width) * rows
+
+    groups = rows / max(most / (row_sum + math.sqrt(row * most)), 1)
+    height = min((max(-(-rows // count), 1) for count in (max(int(groups), 1), int(groups) + 1)), key=passes)
+    return height, passes(height)
 
 
 class Scratch:

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from compact_logits import chunks
 from compact_logits.cli.cpu_model import build_gpt, cpu_megatron
 from compact_logits.held_logits import HeldLogits
 from compact_logits.megatron import attach, output_layer
@@ -96,9 +95,9 @@ def rows_in_groups(rank: int, world: int) -> None:
         plans.append(plan)
         return make(plan, *args, **options)
 
-    with patch.object(chunks, "_GOOD_HEIGHT", 4), patch.object(HeldLogits, "make", spied):
+    with patch.object(HeldLogits, "make", spied):
         compared(rank, world, "bf16, main_grad fp32", tied=False)
-    assert max(len(plan.groups()) for plan in plans) == 4, plans
+    assert max(len(plan.groups()) for plan in plans) == 3, plans
 
 
 def test_rows_in_groups_add_to_main_grad_group_by_group(rank_pool: RankPool) -> None:

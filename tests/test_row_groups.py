@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from compact_logits import chunks, linear_log_probs, projection
-from compact_logits.chunks import plan_chunks
+from compact_logits import linear_log_probs, projection
+from compact_logits.chunks import ChunkPlan, plan_chunks
 from compact_logits.megatron.main_grad import MainGrad
 from compact_logits.projection import plan_for, score_hidden
 from compact_logits.scorers.log_prob_scorer import LogProbScorer
@@ -59,13 +58,13 @@ def scored(head: Head, kind: str, chunk_bytes: int) -> dict[str, Tensor | None]:
 
 @each_dtype
 @each_kind
-@pytest.mark.parametrize("share", [0.75, 0.07], ids=["groups of all columns", "groups and slices"])
-def test_the_same_numbers(dtype: torch.dtype, kind: str, share: float) -> None:
-    rows, vocab = 4501, KINDS[kind]
+@pytest.mark.parametrize("sliced", [False, True], ids=["groups of all columns", "groups and slices"])
+def test_the_same_numbers(dtype: torch.dtype, kind: str, sliced: bool) -> None:
+    rows, vocab = 4501, 2000 if sliced else KINDS[kind]
     head = Head.random(rows, 40, vocab, dtype)
-    budget = int(share * rows * vocab * dtype.itemsize)
+    budget = int((0.03 if sliced else 0.75) * rows * vocab * dtype.itemsize)
     groups, slices = groups_and_slices(head, kind, budget)
-    assert groups > 1 and (slices > 1) == (share < 0.1)
+    assert groups > 1 and (slices > 1) == sliced
     truth, plain, ours = head.truth(), head.plain(), scored(head, kind, budget)
     for results in (truth, plain, ours):
         results.pop("d_bias", None)
@@ -112,7 +111,6 @@ def test_transient_bytes_are_those_of_the_budget_whatever_the_rows(
     kind: str, vocab: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     budget = 3 * 2**20
-    monkeypatch.setattr(chunks, "_GOOD_HEIGHT", 512)
     plan = plan_chunks(6000, vocab, torch.bfloat16, torch.device("cpu"), budget, row_sum=4 * 512)
     assert (plan.width < vocab) == (vocab == 6000) and plan.height < 3000
     for rows in (1500, 6000):
@@ -130,17 +128,39 @@ def test_no_sum_of_rows_stands_beside_a_main_grad() -> None:
     assert all(each.shape[0] <= 2500 or each.shape == (600, 64) for each in wide), wide
 
 
-def test_the_fewest_rows_and_the_widest_slices() -> None:
-    plan = partial(plan_chunks, dtype=torch.bfloat16, device=CUDA, chunk_bytes=None, row_sum=4 * 4096)
+def passes(plan: ChunkPlan) -> int:
+    """How many rows of fp32 gradients are added to: the weight's by every group, the rows' by every slice."""
+    slices = len(plan.slices())
+    return len(plan.groups()) * plan.columns + (slices * plan.rows if slices > 1 else 0)
+
+
+def fewest_passes(rows: int, columns: int, row_sum: int, most: int) -> int:
+    """Of all heights, with slices as wide as the memory then allows."""
+    found = [-(-rows // max(most // (2 * columns), 1)) * columns]
+    for height in {round(rows / count) for count in range(1, 200)}:
+        width = min((most - height * row_sum) // (2 * height), columns)
+        if width >= 1:
+            found.append(-(-rows // height) * columns + -(-columns // width) * rows)
+    return min(found)
+
+
+@pytest.mark.parametrize("hidden", [2048, 5120])
+@pytest.mark.parametrize("columns", [18_992, 62_080, 248_320])
+@pytest.mark.parametrize("chunk_bytes", [2**24, 2**26, 2**28])
+def test_gradients_are_gone_through_as_seldom_as_the_memory_allows(hidden: int, columns: int, chunk_bytes: int) -> None:
+    for rows in (700, 2500, 8192, 40_000):
+        plan = plan_chunks(rows, columns, torch.bfloat16, CUDA, chunk_bytes, row_sum=4 * hidden)
+        if len(plan.groups()) == len(plan.slices()) == 1:
+            continue
+        most = chunk_bytes - 2 * min(2**25, chunk_bytes // 16)
+        assert passes(plan) <= 1.25 * fewest_passes(rows, columns, 4 * hidden, most), (rows, plan)
+        assert plan.width >= min(columns, 2048)
+
+
+def test_what_fits_is_not_cut() -> None:
     for rows in (1, 1000, 1544):
-        assert len(plan(rows, 62080).groups()) == len(plan(rows, 62080).slices()) == 1
-    # All columns of this many rows are no more than the budget; of fewer than 2,048, a group would add too often to the
-    # weight's gradient, so there are slices and a sum of so many rows.
-    assert [plan(20_000, columns).width == columns for columns in (37_984, 151_936)] == [True, False]
-    assert plan(20_000, 37_984).height > 2048
-    sliced = plan(20_000, 151_936)
-    assert sliced.height == 2000 and sliced.width >= 2048
-    assert plan(20_000, 151_936, row_sum=0).height == 20_000
+        plan = plan_chunks(rows, 62_080, torch.bfloat16, CUDA, None, row_sum=4 * 4096)
+        assert (plan.height, plan.width) == (rows, 62_080)
 
 
 def test_functions_cut_rows_where_they_are_more_than_the_vocabulary() -> None:

@@ -75,7 +75,7 @@ def layout_of(example: Example, cp_rank: int) -> Layout:
 
 
 def _run(example: Example, data: Data, cp_rank: int, tp_rank: int, group: Any) -> Part:
-    narrow = {"_CHUNK_BYTES": {"cpu": 1}, "_GOOD_WIDTH": 4, "_LEAST_WIDTH": {"cpu": 4}, "_GOOD_HEIGHT": 3}
+    narrow = {"_CHUNK_BYTES": {"cpu": 1}, "_GOOD_WIDTH": 4, "_LEAST_WIDTH": {"cpu": 4}}
     with mock.patch.multiple(chunks, **narrow) if example.narrow else nullcontext():
         return _run_one(example, data, cp_rank, tp_rank, group)
 
