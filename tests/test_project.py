@@ -94,6 +94,16 @@ def test_the_matrix_begins_with_the_oldest_and_has_every_version(project: dict[s
     assert {deps["torch"] for deps in exact.values()} == {"==2.6.0", "==2.13.0", ""}
 
 
+@pytest.mark.once
+def test_the_matrix_names_its_environments() -> None:
+    if not (ROOT / ".venv").exists():
+        pytest.skip("not where tools/test runs: the project's own virtual environment is not there")
+    told = subprocess.run(["tools/matrix", "list"], cwd=ROOT, capture_output=True, text=True, timeout=250)
+    assert told.returncode == 0, told.stderr
+    names = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["tox"]["env_list"]
+    assert all(f"{name} " in told.stdout for name in names)
+
+
 def test_the_wheel_holds_the_marker_of_types_and_all_data(tmp_path: Path) -> None:
     build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
     subprocess.run(build, cwd=ROOT, check=True, capture_output=True, timeout=120)
