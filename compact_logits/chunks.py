@@ -31,6 +31,9 @@ _CHUNK_BYTES_ELSEWHERE = 32 * 2**20
 # cut rather than that. And the budget is not shared by so many chunks that they get narrower than is good.
 _LEAST_WIDTH = {"cpu": 16}
 _LEAST_WIDTH_ELSEWHERE = 2048
+# Where adding to the weight's gradient, too, needs no sum in a wider dtype, so many rows are enough for wider slices.
+_FAIR_WIDTH = {"cpu": 256}
+_ENOUGH_ROWS = 4096
 _GOOD_WIDTH = 1024
 
 # Where no product of 16-bit factors has an fp32 result, this part of the budget is for factors that are widened.
@@ -133,7 +136,10 @@ def plan_chunks(
     def of_all_columns(height: int, widened: int) -> ChunkPlan:
         return ChunkPlan(rows, columns, height, columns, 1, _block(block_bytes, columns * work_row, height), widened)
 
-    height = _equal(rows, fitting(least_width))
+    tallest = fitting(least_width)
+    if row == work_row:
+        tallest = min(tallest, max(fitting(_FAIR_WIDTH.get(device.type, least_width)), _ENOUGH_ROWS))
+    height = _equal(rows, tallest)
     fits = rows * columns * row + _MOST_BLOCKS * max(block_bytes, columns * work_row) <= budget and height >= rows
     if fits and not (device.type in _CHUNK_BYTES and row == work_row):
         return of_all_columns(height, 0)

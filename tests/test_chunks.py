@@ -60,6 +60,16 @@ def test_rows_are_cut_only_where_slices_would_be_narrow() -> None:
     assert len(plan.groups()) > 1 and plan.width == 2048
 
 
+def test_slices_of_very_many_rows_are_no_narrower_than_is_fair() -> None:
+    """Else each of them adds to so many rows that a row costs half as much again as one of a few thousand."""
+    for rows in (4096, 16_384, 65_536, 1_000_000):
+        plan = plan_chunks(rows, 8192, torch.float32, CPU, 2**24)
+        assert plan.width >= 256 and plan.height >= 4096, plan
+    assert plan_chunks(65_536, 8192, torch.float32, CPU, 2**20).height == 4096  # but no fewer rows for it
+    # In 16 bits a sum of the weight's gradient in fp32 would cost more than that.
+    assert plan_chunks(65_536, 248_320, torch.bfloat16, CPU, 2**24).width < 256
+
+
 def test_what_fits_is_held_altogether() -> None:
     plan = plan_chunks(1000, 50_000, torch.bfloat16, CUDA, None)
     assert (plan.height, plan.width, plan.held) == (1000, 50_000, 1)
