@@ -145,8 +145,9 @@ def plan_chunks(
         return of_all_columns(height, 0)
     if row_sum:
         summed, passes = _least_passes(rows, columns, row, row_sum, max(most, 0))
-        if -(-rows // fitting(max(columns, 1))) * columns <= passes:
-            return of_all_columns(_equal(rows, fitting(max(columns, 1))), widened)
+        by_all_columns = fitting(max(columns, 1))
+        if -(-rows // by_all_columns) * columns <= passes:
+            return of_all_columns(_equal(rows, by_all_columns), widened)
         budget, most = budget - summed * row_sum, most - summed * row_sum
         height = _equal(rows, min(fitting(least_width), summed))
     good_bytes = max(_CHUNK_BYTES.get(device.type, _CHUNK_BYTES_ELSEWHERE), min(_GOOD_WIDTH, columns) * height * row)
