@@ -62,6 +62,7 @@ def test_megatrons_and_slimes_padding(capsys: Any) -> None:
         (["--nucleus-ids", "20"], "full_path", "forward_bytes"),
         (["--top-k", "32"], "full_path", "forward_bytes"),
         (["--no-fused"], "compact_path", "backward_bytes"),
+        (["--hidden", "1024"], "compact_path", "saved_bytes"),
         (["--hidden", "512"], "compact_path", "backward_bytes"),
         (["--chunk-bytes", "4MiB"], "compact_path", "forward_bytes"),
     ],
