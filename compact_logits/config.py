@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from compact_logits.errors import ConfigError
-from compact_logits.host_values import shown
+from compact_logits.host_values import describe
 
 __all__ = ["DEFAULT_CHUNK_BYTES", "Config", "parse_bytes"]
 
@@ -30,7 +30,7 @@ def parse_bytes(text: str) -> int:
     count = int(match[1]) * _UNITS.get(match[2].lower(), 0) if match else 0
     if not 0 < count < 2**63:
         raise ConfigError(
-            f"a byte count must be a positive whole number, or one with KiB, MiB or GiB, got {shown(text)}"
+            f"a byte count must be a positive whole number, or one with KiB, MiB or GiB, got {describe(text)}"
         )
     return count
 
@@ -74,7 +74,7 @@ class Config:
             )
         value = environ.get(_PREFIX, "").strip().lower()
         if value not in _MODES:
-            raise ConfigError(f"COMPACT_LOGITS must be unset, 0, 1 or strict, got {shown(environ[_PREFIX])}")
+            raise ConfigError(f"COMPACT_LOGITS must be unset, 0, 1 or strict, got {describe(environ[_PREFIX])}")
         chunk_bytes = environ.get(f"{_PREFIX}_CHUNK_BYTES")
         try:
             parsed = DEFAULT_CHUNK_BYTES if chunk_bytes is None else parse_bytes(chunk_bytes)
@@ -87,5 +87,5 @@ class Config:
 def _switch(environ: Mapping[str, str], name: str, default: str) -> bool:
     value = environ.get(name, default).strip()
     if value not in ("0", "1"):
-        raise ConfigError(f"{name} must be unset, 0 or 1, got {shown(environ[name])}")
+        raise ConfigError(f"{name} must be unset, 0 or 1, got {describe(environ[name])}")
     return value == "1"

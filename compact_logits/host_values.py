@@ -8,7 +8,7 @@ from numbers import Real
 
 from torch import Tensor
 
-__all__ = ["as_float", "as_index", "shown"]
+__all__ = ["as_float", "as_index", "describe"]
 
 _LONGEST = 80  # characters of a value in a message
 
@@ -45,7 +45,7 @@ def as_float(value: object) -> float | None:
         return None
 
 
-def shown(value: object) -> str:
+def describe(value: object) -> str:
     """What a message says of `value`, in a few words: literals as Python writes them, a tensor's shape, and of anything
     else what it says of itself and its type. Never the whole of something large, and never an error."""
     kind = type(value).__name__

@@ -125,11 +125,11 @@ def test_no_module_imports_itself_in_a_circle() -> None:
 @pytest.mark.parametrize(
     ("name", "source", "fault"),
     [
-        ("compact_logits.rows", "from compact_logits.layouts import packed", "up from floor 1 to 2"),
+        ("compact_logits.rows", "from compact_logits.rows import packed", "up from floor 1 to 2"),
         ("compact_logits.rows", "def f():\n    import compact_logits.megatron.attach", "up from floor 1 to 3"),
         ("compact_logits.rows", "import megatron.core", "which floor 1 does not know"),
-        ("compact_logits.layouts.zigzag", "from ..cli import main", "up from floor 2 to 5"),
-        ("compact_logits.megatron.seam", "import slime.utils", "which floor 3 does not know"),
+        ("compact_logits.rows.zigzag", "from ..cli import main", "up from floor 2 to 5"),
+        ("compact_logits.megatron.postprocess", "import slime.utils", "which floor 3 does not know"),
         ("compact_logits.integrations.slime.batch", "import verl", "which floor 4 does not know"),
         ("compact_logits.integrations.verl", "from compact_logits.integrations import slime", "another integration"),
         ("compact_logits.rows", "from compact_logits import VocabShard", "facade"),

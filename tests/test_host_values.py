@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from compact_logits.host_values import as_float, as_index, shown
+from compact_logits.host_values import as_float, as_index, describe
 
 
 class Failing:
@@ -74,20 +74,20 @@ def circle() -> list[Any]:
     ids=lambda value: value[:20] if isinstance(value, str) else "",
 )
 def test_what_a_message_says(value: object, text: str) -> None:
-    assert shown(value) == text
+    assert describe(value) == text
 
 
 @pytest.mark.parametrize(
     "value", [Failing(), [Failing()], Endless(), Wordy(), [Wordy()] * 9, "\n" * 10**6, {1: "k" * 10**6}], ids="abcdefg"
 )
 def test_it_is_always_a_few_words(value: object) -> None:
-    assert 0 < len(shown(value)) < 250
-    assert type(value).__name__ in shown(value) or isinstance(value, str)
+    assert 0 < len(describe(value)) < 250
+    assert type(value).__name__ in describe(value) or isinstance(value, str)
 
 
 def test_a_nested_tensor() -> None:
     nested = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.jagged)
-    assert shown(nested).startswith("a ") and len(shown(nested)) < 250
+    assert describe(nested).startswith("a ") and len(describe(nested)) < 250
 
 
 @pytest.mark.parametrize(
@@ -141,4 +141,4 @@ def test_numpys_numbers_are_numbers() -> None:
     assert as_index(numpy.int32(3)) == 3 and as_index(numpy.uint64(2**63)) is None
     assert as_float(numpy.float32(0.5)) == 0.5 and as_float(numpy.int64(2)) == 2.0
     assert as_index(numpy.True_) is as_float(numpy.True_) is as_index(numpy.float64(1)) is None
-    assert shown(numpy.zeros(10**6)).endswith("of ndarray") and len(shown(numpy.zeros(10**6))) < 250
+    assert describe(numpy.zeros(10**6)).endswith("of ndarray") and len(describe(numpy.zeros(10**6))) < 250

@@ -20,7 +20,7 @@ from torch import Tensor
 from compact_logits import VocabShard, linear_log_probs, log_probs
 from compact_logits.cli.cpu_model import build_gpt, cpu_megatron
 from compact_logits.integrations import megatron_rl, slime, torchforge
-from compact_logits.layouts import packed
+from compact_logits.rows import packed
 from compact_logits.megatron import Request, attach, detach, mark
 from compact_logits.megatron.output_layer import armed
 from compact_logits.rows import RowSelection

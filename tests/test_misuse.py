@@ -18,7 +18,7 @@ from compact_logits.errors import InputError
 from compact_logits.megatron import Request, attach, mark
 from compact_logits.megatron.output_layer import armed
 from compact_logits.rows import RowSelection
-from compact_logits.scorers.nucleus import Nucleus
+from compact_logits.scorers.top_p import TopPMask
 from tests.support.asked_calls import REMEDY, TOLD
 from tests.support.collectives import count_collectives
 from tests.support.gpt_paths import VOCAB, Cut, Micro, micro_batch
@@ -117,7 +117,7 @@ def another_entropy(micro: Micro, request: Request) -> Request:
 
 def a_nucleus(micro: Micro, request: Request) -> Request:
     kept = request.selection.kept
-    return replace(request, nucleus=Nucleus(torch.arange(kept), torch.arange(kept), torch.ones(kept, dtype=torch.bool)))
+    return replace(request, nucleus=TopPMask(torch.arange(kept), torch.arange(kept), torch.ones(kept, dtype=torch.bool)))
 
 
 def rows_that_do_not_fit(micro: Micro, request: Request) -> Request:

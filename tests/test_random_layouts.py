@@ -13,9 +13,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 
 from compact_logits import hidden_grad, weight_grad
-from compact_logits.exchange import SequenceSharded
+from compact_logits.engine.row_gather import SequenceSharded
 from compact_logits.held_logits import HeldLogits
-from compact_logits.layouts import Layout
+from compact_logits.rows import Layout
 from compact_logits.scorers import log_prob_scorer, nucleus, topk_scorer
 from compact_logits.scorers.log_prob_scorer import LogProbScorer
 from tests.support.random_check import mismatches

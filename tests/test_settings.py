@@ -136,5 +136,5 @@ def test_no_message_prints_the_whole_of_what_came() -> None:
     assert {name: values for name, values in found.items() if values} == {
         "compact_logits.integrations.slime.consumer": ["request.entropy", "wanted"],
         "compact_logits.integrations.verl": ["__name__", "name"],
-        "compact_logits.megatron.seam": ["missing[0]"],
+        "compact_logits.megatron.postprocess": ["missing[0]"],
     }

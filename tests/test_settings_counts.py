@@ -9,7 +9,7 @@ import torch
 
 from compact_logits import VocabShard, scatter
 from compact_logits.errors import ConfigError, LayoutError
-from compact_logits.layouts import contiguous, packed, zigzag
+from compact_logits.rows import contiguous, packed, zigzag
 from tests.support.called_with import CALLS, SELECTION, Loud, message
 
 

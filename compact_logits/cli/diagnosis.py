@@ -10,7 +10,7 @@ from compact_logits.cli.launch_script import Launch
 from compact_logits.cli.slime_features import Features
 from compact_logits.cli.slime_recipe import Decision
 from compact_logits.cli.tables import print_table, printable
-from compact_logits.findings import Finding
+from compact_logits.diagnostics import Diagnostic
 
 __all__ = ["Diagnosis"]
 
@@ -24,7 +24,7 @@ class Diagnosis:
     versions: list[Version]
     seam: Seam
     setting: Setting
-    findings: list[Finding]
+    findings: list[Diagnostic]
     launch: Launch | None = None
     recipe: Decision | None = None
 

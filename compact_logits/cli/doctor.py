@@ -14,7 +14,7 @@ from compact_logits.cli.launch_script import Launch, read_arguments, read_launch
 from compact_logits.cli.slime_recipe import decide
 from compact_logits.cli.tables import need_rich
 from compact_logits.errors import ConfigError
-from compact_logits.host_values import shown
+from compact_logits.host_values import describe
 from compact_logits.integrations import INTEGRATIONS
 
 __all__ = ["add_arguments", "run"]
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     """
     unknown = [name for name in args.integrations if name not in INTEGRATIONS]
     if unknown:
-        raise ConfigError(f"needed integrations among {', '.join(INTEGRATIONS)}, got {shown(unknown[0])}")
+        raise ConfigError(f"needed integrations among {', '.join(INTEGRATIONS)}, got {describe(unknown[0])}")
     if not args.json:
         need_rich("doctor")
     setting = read_setting(os.environ)

@@ -15,7 +15,7 @@ from typing import Literal
 from compact_logits.cli.quiet import quiet
 from compact_logits.config import Config
 from compact_logits.errors import CompactLogitsError, ConfigError
-from compact_logits.findings import Finding
+from compact_logits.diagnostics import Diagnostic
 from compact_logits.integrations import INTEGRATIONS
 
 __all__ = ["Seam", "Setting", "Version", "find_seam", "find_versions", "findings", "read_setting"]
@@ -91,8 +91,8 @@ def find_seam() -> Seam:
     with quiet():
         try:
             model = importlib.import_module("megatron.core.models.gpt").GPTModel
-            needed = importlib.import_module("compact_logits.megatron.seam").NEEDED_PARAMETERS
-            official = importlib.import_module("compact_logits.megatron.processor").PROCESSOR_PARAMETERS
+            needed = importlib.import_module("compact_logits.megatron.postprocess").NEEDED_PARAMETERS
+            official = importlib.import_module("compact_logits.megatron.output_processor").PROCESSOR_PARAMETERS
         except (Exception, SystemExit) as error:
             # Whatever a broken installation raises is what its user needs to hear of.
             return Seam("none", f"megatron-core cannot be imported: {_told(error)}")
@@ -119,19 +119,19 @@ def read_setting(environ: Mapping[str, str]) -> Setting:
         return Setting(variables, None, str(error))
 
 
-def findings(names: tuple[str, ...] = INTEGRATIONS) -> list[Finding]:
+def findings(names: tuple[str, ...] = INTEGRATIONS) -> list[Diagnostic]:
     """What each integration reports of itself. Imports the frameworks that are installed."""
-    found: list[Finding] = []
+    found: list[Diagnostic] = []
     for name in names:
         with quiet():
             try:
                 found += importlib.import_module(f"compact_logits.integrations.{name}").check()
             except CompactLogitsError as error:
-                found.append(Finding(name, "refused", str(error), "correct the environment variable"))
+                found.append(Diagnostic(name, "refused", str(error), "correct the environment variable"))
             except (Exception, SystemExit) as error:
                 # As above. One framework that cannot be imported says nothing of the others.
                 remedy = "repair that installation, or ask for the others only"
-                found.append(Finding(name, "refused", f"it cannot be looked at: {_told(error)}", remedy))
+                found.append(Diagnostic(name, "refused", f"it cannot be looked at: {_told(error)}", remedy))
     return found
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from compact_logits.balance import pays
+from compact_logits.engine.balance import pays
 from compact_logits.cli.rollouts import Rollout
 from compact_logits.cli.slime_batches import RankRows, first_fit, rows_of_ranks
 from compact_logits.memory import HeadBytes, HeadSize, largest_fitting, simulate

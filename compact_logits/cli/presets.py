@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from compact_logits.errors import ConfigError
-from compact_logits.host_values import shown
+from compact_logits.host_values import describe
 
 __all__ = ["PRESETS", "Preset", "find_preset"]
 
@@ -63,4 +63,4 @@ def find_preset(name: str) -> Preset:
     for preset in PRESETS:
         if preset.name == name.strip().lower():
             return preset
-    raise ConfigError(f"--preset must be one of {', '.join(preset.name for preset in PRESETS)}, got {shown(name)}")
+    raise ConfigError(f"--preset must be one of {', '.join(preset.name for preset in PRESETS)}, got {describe(name)}")

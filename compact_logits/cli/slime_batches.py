@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from compact_logits.cli.rollouts import Rollout
-from compact_logits.layouts import Layout, contiguous, zigzag
+from compact_logits.rows import Layout, contiguous, zigzag
 
 __all__ = ["RankRows", "first_fit", "rows_of_ranks"]
 

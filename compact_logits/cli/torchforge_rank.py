@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from compact_logits.cli.torchforge_paths import Way, gathered_definition, ways
-from compact_logits.dtensor import chunk_bounds
+from compact_logits.engine.dtensor import chunk_bounds
 
 __all__ = ["Measured", "Sizes", "bench_rank"]
 

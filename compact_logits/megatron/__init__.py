@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from compact_logits.megatron.attach import attach, attached, detach, figures_of
-from compact_logits.megatron.figures import Figures
+from compact_logits.megatron.attach import attach, attached, detach, metrics_of
+from compact_logits.megatron.metrics import HeadMetrics
 from compact_logits.megatron.request import Outcome, Request, mark, request_of
 
-__all__ = ["Figures", "Outcome", "Request", "attach", "attached", "detach", "figures_of", "mark", "request_of"]
+__all__ = ["HeadMetrics", "Outcome", "Request", "attach", "attached", "detach", "metrics_of", "mark", "request_of"]

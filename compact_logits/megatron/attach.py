@@ -8,11 +8,11 @@ from typing import Any
 from megatron.core.models.gpt import GPTModel
 
 from compact_logits.errors import PatchError
-from compact_logits.megatron.figures import Figures
-from compact_logits.megatron.seam import postprocess_wrapper
+from compact_logits.megatron.metrics import HeadMetrics
+from compact_logits.megatron.postprocess import postprocess_wrapper
 from compact_logits.patching import MARKER
 
-__all__ = ["attach", "attached", "detach", "figures_of", "gpt_model_of"]
+__all__ = ["attach", "attached", "detach", "metrics_of", "gpt_model_of"]
 
 
 def gpt_model_of(model: Any) -> GPTModel:
@@ -68,13 +68,13 @@ def detach(model: Any) -> None:
         del vars(gpt_model_of(model))["_postprocess"]
 
 
-def figures_of(model: Any) -> Figures:
+def metrics_of(model: Any) -> HeadMetrics:
     """What this model's head has counted; of all models of the class where an integration put the seam on the class.
 
-    `figures_of(model).take()` after each step gives the step's own. Raises `PatchError` where the seam is not in place.
+    `metrics_of(model).take()` after each step gives the step's own. Raises `PatchError` where the seam is not in place.
     """
     inner = gpt_model_of(model)
     counted = getattr(inner._postprocess, "figures", None)
-    if not isinstance(counted, Figures):
+    if not isinstance(counted, HeadMetrics):
         raise PatchError(f"this {type(inner).__name__} has no figures: its head is not attached; call attach first")
     return counted

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from compact_logits.balance import Balanced, Transfers, pays, return_rows
+from compact_logits.engine.balance import Balanced, Transfers, pays, return_rows
 from compact_logits.errors import InputError
-from compact_logits.exchange import Local, Replicated, RowExchange, SequenceSharded
+from compact_logits.engine.row_gather import Local, Replicated, RowExchange, SequenceSharded
 from compact_logits.rows import RowSelection, select
 
 if TYPE_CHECKING:

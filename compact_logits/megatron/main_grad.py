@@ -6,8 +6,8 @@ import torch
 from megatron.core.tensor_parallel import layers
 from torch import Tensor
 
-from compact_logits.chunk_product import add_product_
-from compact_logits.chunks import ChunkPlan
+from compact_logits.engine.matmul import add_product_
+from compact_logits.engine.slices import ChunkPlan
 
 __all__ = ["MainGrad", "MainGradSum"]
 

@@ -10,21 +10,21 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from compact_logits.chunk_product import wide_dtype
+from compact_logits.engine.matmul import wide_dtype
 from compact_logits.megatron.kept_rows import project_rows
 from compact_logits.megatron.main_grad import MainGrad
 from compact_logits.megatron.refusals import refuse_rows
 from compact_logits.megatron.request import Outcome, Request
-from compact_logits.megatron.same_question import check_same_question
+from compact_logits.megatron.rank_check import check_same_question
 from compact_logits.megatron.thread_forward import forward_replaced
-from compact_logits.projection import blocks_of, plan_for, score_hidden
+from compact_logits.engine.linear import blocks_of, plan_for, score_hidden
 from compact_logits.rows import scatter
 from compact_logits.scorers.compiled import CompiledLogProbScorer
-from compact_logits.scorers.contract import Scorer
+from compact_logits.engine.scorer import Scorer
 from compact_logits.scorers.log_prob_scorer import LogProbScorer
-from compact_logits.scorers.nucleus import NucleusScorer
-from compact_logits.vocab_parallel import VocabShard
-from compact_logits.weight_grad import ReturnedWeightGrad, WeightGrad
+from compact_logits.scorers.top_p import TopPScorer
+from compact_logits.engine.vocab_shard import VocabShard
+from compact_logits.engine.weight_grad import ReturnedWeightGrad, WeightGrad
 
 __all__ = ["armed"]
 
@@ -127,7 +127,7 @@ def _answer(
         sum_p2=request.sum_p2,
         vocab_size=request.vocab_size,
     )
-    scorer: LogProbScorer | NucleusScorer = base if request.nucleus is None else NucleusScorer(base, request.nucleus)
+    scorer: LogProbScorer | TopPScorer = base if request.nucleus is None else TopPScorer(base, request.nucleus)
     outputs = score_hidden(
         projected.rows,
         weight,

@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from compact_logits.errors import InputError
-from compact_logits.host_values import as_index, shown
+from compact_logits.host_values import as_index, describe
 from compact_logits.megatron.kept_rows import ContextShare
 from compact_logits.rows import RowSelection
 from compact_logits.scorers.log_prob_scorer import Entropy, check_entropy
-from compact_logits.scorers.nucleus import Nucleus
-from compact_logits.validation import check_chunk_bytes, check_flag, check_temperature, check_vocab_size
+from compact_logits.scorers.top_p import TopPMask
+from compact_logits.engine.validation import check_chunk_bytes, check_flag, check_temperature, check_vocab_size
 
 __all__ = ["Outcome", "Request", "mark", "request_of"]
 
@@ -47,7 +47,7 @@ class Request:
     batch: int = 1
     temperature: float | Tensor = 1.0  # scalar or (kept,)
     entropy: Entropy = "none"
-    nucleus: Nucleus | None = None  # of the kept rows
+    nucleus: TopPMask | None = None  # of the kept rows
     sum_p2: bool = False  # a third scalar a row, the sum of squared probabilities
     share: ContextShare | None = None  # of all context-parallel ranks' rows; with a scalar temperature, no nucleus
     vocab_size: int | None = None  # ids from here on are padding, not counted; None counts every column
@@ -70,7 +70,7 @@ class Request:
         self.chunk_bytes = check_chunk_bytes(self.chunk_bytes)
         batch = as_index(self.batch)
         if batch is None or batch < 1:
-            raise InputError(f"batch must be a positive whole number of sequences, got {shown(self.batch)}")
+            raise InputError(f"batch must be a positive whole number of sequences, got {describe(self.batch)}")
         self.batch = batch
         if self.nucleus is not None and self.nucleus.recorded.shape[0] != self.selection.kept:
             raise InputError(

@@ -11,22 +11,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from compact_logits.chunks import ChunkPlan
+from compact_logits.engine.slices import ChunkPlan
 from compact_logits.errors import InputError
-from compact_logits.exchange import Local, Replicated, RowExchange, SequenceSharded, Wait
+from compact_logits.engine.row_gather import Local, Replicated, RowExchange, SequenceSharded, Wait
 from compact_logits.held_logits import lending_pays
 from compact_logits.memory.heads import full_head, full_topk_head
 from compact_logits.memory.meta_collectives import meta_collectives
 from compact_logits.memory.size import HeadBytes, HeadSize
 from compact_logits.memory.tracker import StorageBytes
-from compact_logits.projection import plan_for, score_hidden
+from compact_logits.engine.linear import plan_for, score_hidden
 from compact_logits.rows import select
-from compact_logits.scorers.contract import Scorer
+from compact_logits.engine.scorer import Scorer
 from compact_logits.scorers.log_prob_scorer import LogProbScorer
-from compact_logits.scorers.nucleus import Nucleus, NucleusScorer
+from compact_logits.scorers.top_p import TopPMask, TopPScorer
 from compact_logits.scorers.topk_scorer import TopKScorer
-from compact_logits.vocab_parallel import VocabShard
-from compact_logits.weight_grad import ReturnedWeightGrad, WeightGrad, WeightSum
+from compact_logits.engine.vocab_shard import VocabShard
+from compact_logits.engine.weight_grad import ReturnedWeightGrad, WeightGrad, WeightSum
 
 __all__ = ["Path", "simulate"]
 
@@ -190,7 +190,7 @@ def _scorer(size: HeadSize, shard: VocabShard, rows: int) -> Scorer:
     ids = torch.arange(size.nucleus_ids) * size.vocab // size.nucleus_ids
     row_of = torch.arange(rows).repeat_interleave(size.nucleus_ids)
     recorded = torch.ones(rows, dtype=torch.bool)
-    return NucleusScorer(base, Nucleus(ids=ids.repeat(rows), row_of=row_of, recorded=recorded))
+    return TopPScorer(base, TopPMask(ids=ids.repeat(rows), row_of=row_of, recorded=recorded))
 
 
 def _full(size: HeadSize, hidden: Tensor, weight: Tensor) -> _Run:

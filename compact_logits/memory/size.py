@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from compact_logits.errors import InputError
-from compact_logits.host_values import as_index, shown
+from compact_logits.host_values import as_index, describe
 from compact_logits.scorers.log_prob_scorer import Entropy, check_entropy
-from compact_logits.validation import check_chunk_bytes, check_flag, check_temperature
+from compact_logits.engine.validation import check_chunk_bytes, check_flag, check_temperature
 
 __all__ = ["HeadBytes", "HeadSize"]
 
@@ -62,7 +62,7 @@ class HeadSize:
         for name in _SIZES:
             value = getattr(self, name)
             if as_index(value) is None and not (name == "most_on_shard" and value is None):
-                raise InputError(f"{name} of a head must be a whole number, got {shown(value)}")
+                raise InputError(f"{name} of a head must be a whole number, got {describe(value)}")
         for name in ("sequence_parallel", "frozen", "fused"):
             check_flag(name, getattr(self, name))
         check_entropy(self.entropy)

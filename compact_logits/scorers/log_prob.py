@@ -7,16 +7,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compact_logits import validation
-from compact_logits.asked_alike import AskedAlike
-from compact_logits.given_logits import rows_of, score_logits
-from compact_logits.projection import as_autocast, score_hidden
-from compact_logits.scorers.log_prob_scorer import Entropy, LogProbScorer, TokenStats, check_entropy
-from compact_logits.vocab_parallel import VocabShard
+from compact_logits.engine import validation
+from compact_logits.engine.eager import eager
+from compact_logits.engine.rank_check import RankCheck
+from compact_logits.engine.slices import accumulation_dtype
+from compact_logits.engine.logits import rows_of, score_logits
+from compact_logits.engine.linear import as_autocast, score_hidden
+from compact_logits.scorers.log_prob_scorer import (
+    Entropy,
+    LogProbScorer,
+    TokenStats,
+    check_entropy,
+    inverse_temperatures,
+)
+from compact_logits.engine.vocab_shard import VocabShard
 
 __all__ = ["linear_log_probs", "log_probs"]
 
 
+@eager
 def linear_log_probs(
     hidden: Tensor,  # (rows, hidden)
     weight: Tensor,  # (vocab_local, hidden)
@@ -30,46 +39,47 @@ def linear_log_probs(
     vocab_size: int | None = None,  # ids from here on are padding
     chunk_bytes: int | None = None,
     fp32_logits: bool = False,
-    check_ranks: bool = True,
+    check_ranks: bool | None = None,
 ) -> TokenStats:  # fp32 (rows,) each
     """Log-prob of `targets` and entropy under `softmax((hidden @ weight.T + bias) / temperature)`, without the logits.
 
     Equals `reference.log_probs(hidden @ weight.T, targets)`; of `(rows, vocab_local)` it holds at most `chunk_bytes`
-    (default 256 MiB), in chunks, some of which wait for backward. The product is in the dtype of `hidden`, everything
-    after it in fp32; with `fp32_logits` a product of 16-bit factors is not rounded either, which only CUDA offers
-    (`InputError` elsewhere).
+    (default: 1 GiB on a GPU, 256 MiB on a CPU), slice by slice of the vocabulary; those that fit wait for backward. The
+    product is in the dtype of `hidden`, everything after it in fp32; with `fp32_logits` a product of 16-bit factors is
+    not rounded either, which only CUDA offers (`InputError` elsewhere).
 
     `shard=None`: `weight` is the whole vocabulary. With a shard, `hidden` and `targets` are the same on all ranks of
     its group, and the gradient of `hidden` is summed over it here. `entropy`: `"none"`, `"metric"` (a value, no graph)
     or `"loss"` (differentiable). `sum_p2` asks for the sum of squared probabilities, a value without a graph. With
     `vocab_size`, columns from there on count in nothing, and their rows of the weight get a gradient of exactly zero;
-    without, padded columns count like any other. Gradients have the dtypes of their inputs; sums over
-    chunks are formed in fp32.
+    without, padded columns count like any other. Gradients have the dtypes of their inputs; that of `hidden` is summed
+    over the slices in fp32, each row of the weight's is one product.
 
-    With `check_ranks`, the ranks of `shard.group` compare first what they were asked (rows, targets, settings, shards),
-    and wait for the answer on the host: all raise the same `DisagreementError` where that is not the same, and also
-    where the arguments of one of them are refused. Pass `False`, on all ranks, while a CUDA graph is captured. A rank
-    that passes no shard, or calls nothing, makes the others raise the back end's error when the group's timeout is
-    over.
+    `check_ranks`: before anything else, the ranks of `shard.group` compare what they were asked (rows, targets,
+    settings, shards), and wait for the answer on the host: all raise the same `DisagreementError` where that is not the
+    same, and `InputError` where an id is in no shard or the arguments of one rank are refused. None compares the first
+    call of a group, True every call; pass `False`, on all ranks, while a CUDA graph is captured. Where nothing is
+    compared, an id that no shard has gives NaN in its row.
 
-    Collectives over `shard.group`: forward one all-gather of 96 bytes a rank with `check_ranks`, and one of three to
-    five fp32 a row; backward one all-reduce of the gradient of `hidden`, if it needs one. Also with zero rows. Raises
-    `InputError` before all but the first.
+    Collectives over `shard.group`: forward one all-gather of 112 bytes a rank where ranks are compared, and one of
+    three to five fp64 a row; backward one all-reduce of the gradient of `hidden`, if it needs one. Also with zero rows.
+    Raises `InputError` before all but the first.
     """
-    with AskedAlike("linear_log_probs", shard, check_ranks, hidden, weight, targets) as asked:
+    with RankCheck("linear_log_probs", shard, check_ranks, hidden, weight, targets) as check:
         validation.check_tensors(hidden=hidden, weight=weight, targets=targets, bias=bias)
         hidden, weight, bias = as_autocast(hidden, weight, bias)
         resolved = validation.check_head(hidden, weight, bias, shard)
-        scorer = _checked_scorer(targets, hidden.shape[:1], resolved, temperature, entropy, sum_p2, vocab_size)
+        scorer = _checked_scorer(targets, hidden, resolved, temperature, entropy, sum_p2, vocab_size)
         chunk_bytes = validation.check_chunk_bytes(chunk_bytes)
         validation.check_flag("fp32_logits", fp32_logits)
         settings = _settings(scorer) | {"fp32_logits": fp32_logits, "bias": bias is not None}
         of_hidden = {"dtype": hidden.dtype, "hidden size": hidden.shape[1]}
-        asked.told(scorer.targets, scorer.temperature, settings | of_hidden, hidden=hidden)
+        check.compare(scorer.targets, temperature, settings | of_hidden, vocab_size=vocab_size, hidden=hidden)
     options: Any = {"group": resolved.group, "chunk_bytes": chunk_bytes, "fp32_logits": fp32_logits}
     return scorer.named(score_hidden(hidden, weight, bias, scorer, **options))
 
 
+@eager
 def log_probs(
     logits: Tensor,  # (..., vocab_local)
     targets: Tensor,  # (...) int64, global ids
@@ -80,45 +90,49 @@ def log_probs(
     sum_p2: bool = False,
     vocab_size: int | None = None,  # ids from here on are padding
     chunk_bytes: int | None = None,
-    check_ranks: bool = True,
+    check_ranks: bool | None = None,
 ) -> TokenStats:  # fp32 (...) each
     """Log-prob of `targets` and entropy under `softmax(logits / temperature)`, over logits that exist already.
 
     Equals `reference.log_probs`; never writes to `logits`, and holds no second tensor of their size in forward and
-    only their gradient (in their dtype) in backward, whatever the strides of up to three axes. `shard`, `entropy`,
-    `sum_p2`, `vocab_size`, `check_ranks` and errors as in `linear_log_probs`.
+    only their gradient (in their dtype) in backward, if a row's logits are adjacent, whatever the strides of up to
+    three axes. `shard`, `entropy`, `sum_p2`, `vocab_size`, `check_ranks` and errors as in `linear_log_probs`.
 
-    Collectives over `shard.group`: forward one all-gather of 96 bytes a rank with `check_ranks`, and one of three to
-    five fp32 a row; backward none.
+    Collectives over `shard.group`: forward one all-gather of 112 bytes a rank where ranks are compared, and one of
+    three to five fp64 a row; backward none.
     """
-    with AskedAlike("log_probs", shard, check_ranks, logits, targets) as asked:
+    with RankCheck("log_probs", shard, check_ranks, logits, targets) as check:
         validation.check_tensors(logits=logits, targets=targets)
         resolved = validation.check_logits(logits, shard)
         leading = logits.shape[:-1]
-        scorer = _checked_scorer(targets, leading, resolved, temperature, entropy, sum_p2, vocab_size)
+        scorer = _checked_scorer(targets, logits, resolved, temperature, entropy, sum_p2, vocab_size)
         chunk_bytes = validation.check_chunk_bytes(chunk_bytes)
-        asked.told(scorer.targets, scorer.temperature, _settings(scorer) | {"dtype": logits.dtype})
+        settings = _settings(scorer) | {"dtype": logits.dtype}
+        check.compare(scorer.targets, temperature, settings, vocab_size=vocab_size)
     outputs = score_logits(rows_of(logits), scorer, chunk_bytes=chunk_bytes)
     return scorer.named(tuple(output.view(leading) for output in outputs))
 
 
 def _checked_scorer(
     targets: Tensor,  # (...) int64
-    shape: torch.Size,
+    student: Tensor,  # (..., any), logits or hidden states
     shard: VocabShard,
     temperature: float | Tensor,
     entropy: Entropy,
     sum_p2: bool,
     vocab_size: int | None,
 ) -> LogProbScorer:
+    shape = student.shape[:-1]
     validation.check_row_ids(targets, shape, shard)
     validation.check_temperature(temperature, shape, targets.device)
     vocab_size = validation.check_vocab_size(vocab_size, targets, shard)
     check_entropy(entropy)
     validation.check_flag("sum_p2", sum_p2)
     per_row = temperature.flatten() if isinstance(temperature, Tensor) else float(temperature)
-    return LogProbScorer(targets.flatten(), shard, per_row, entropy, sum_p2=sum_p2, vocab_size=vocab_size)
+    rows = targets.flatten()
+    inverse = inverse_temperatures(per_row, rows, accumulation_dtype(student.dtype))
+    return LogProbScorer(rows, shard.below(vocab_size), inverse, entropy, sum_p2=sum_p2)
 
 
 def _settings(scorer: LogProbScorer) -> dict[str, object]:
-    return {"entropy": scorer.entropy, "sum_p2": scorer.sum_p2, "vocab_size": scorer.vocab_size}
+    return {"entropy": scorer.entropy, "sum_p2": scorer.sum_p2}

@@ -8,16 +8,18 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from compact_logits import validation
-from compact_logits.asked_alike import AskedAlike
-from compact_logits.chunks import work_dtype
+from compact_logits.engine import validation
+from compact_logits.engine.eager import eager
+from compact_logits.engine.rank_check import RankCheck
+from compact_logits.engine.slices import accumulation_dtype
 from compact_logits.errors import InputError
-from compact_logits.given_logits import rows_of, score_logits
-from compact_logits.host_values import as_float, shown
-from compact_logits.projection import as_autocast, score_hidden
+from compact_logits.engine.logits import rows_of, score_logits
+from compact_logits.host_values import as_float, describe
+from compact_logits.engine.linear import as_autocast, score_hidden
 from compact_logits.rows import scatter
+from compact_logits.scorers.log_prob_scorer import inverse_temperatures
 from compact_logits.scorers.topk_scorer import TopKScorer
-from compact_logits.vocab_parallel import VocabShard
+from compact_logits.engine.vocab_shard import VocabShard
 
 __all__ = ["TopKKL", "check_form", "linear_topk_kl", "topk_kl"]
 
@@ -39,6 +41,7 @@ class TopKKL(NamedTuple):
     teacher_tail_mass: Tensor | None = None  # 1 - teacher_mass, at least 0
 
 
+@eager
 def topk_kl(
     logits: Tensor,  # (..., vocab_local)
     teacher_log_probs: Tensor,  # (..., k)
@@ -52,11 +55,12 @@ def topk_kl(
     chunk_bytes: int | None = None,
     loss_mask: Tensor | None = None,  # (...) bool
     inplace_backward: bool = False,
-    check_ranks: bool = True,
+    check_ranks: bool | None = None,
 ) -> TopKKL:  # (...) each
     """`sum_k q_k (log q_k - log p_k)` over the teacher's ids, with `p = softmax(logits / temperature)`.
 
-    Equals `reference.topk_kl`; holds a block of `logits` in fp32 and, in backward, their gradient in their dtype.
+    Equals `reference.topk_kl`; in backward it holds the gradient of `logits` in their dtype, with `tail` a copy of as many
+    rows as take `chunk_bytes`.
     The teacher's log-probs are taken as given, at whatever temperature they were made, and get no gradient; an id may
     be listed twice, and then counts twice, but once with `tail`. The truncated KL may be negative. A log-prob that is
     NaN gives a loss that is NaN.
@@ -73,11 +77,11 @@ def topk_kl(
     any more: whoever saved them for a backward of his own gets autograd's error, and so does a second backward.
     `check_ranks`: as in `linear_log_probs`; compared are also the loss mask, and the teacher of the rows it counts.
 
-    Collectives over `shard.group`: forward one all-gather of 96 bytes a rank with `check_ranks`, and two, of `k + 2`
-    (`tail`: `k + 3`) and of 6 numbers a row, however many chunks; backward none. Raises `InputError` before all but the
+    Collectives over `shard.group`: forward one all-gather of 112 bytes a rank where ranks are compared, and two, of `k + 2`
+    (`tail`: `k + 3`) and of 6 numbers a row, however many slices; backward none. Raises `InputError` before all but the
     first.
     """
-    with AskedAlike("topk_kl", shard, check_ranks, logits, teacher_log_probs, teacher_ids) as asked:
+    with RankCheck("topk_kl", shard, check_ranks, logits, teacher_log_probs, teacher_ids) as check:
         teacher = {"teacher_log_probs": teacher_log_probs, "teacher_ids": teacher_ids}
         validation.check_tensors(logits=logits, **teacher, loss_mask=loss_mask)
         resolved = validation.check_logits(logits, shard)
@@ -93,8 +97,8 @@ def topk_kl(
         leading = logits.shape[:-1]
         kept = None if loss_mask is None else _kept_rows(loss_mask, leading)
         if kept is not None:
-            scorer = scorer.of(kept)
-        _tell(asked, scorer, logits, leading.numel(), place=kept)
+            scorer = scorer.of_rows(kept)
+        _compare(check, scorer, logits, leading.numel(), place=kept)
     if kept is None:
         outputs = score_logits(rows_of(logits), scorer, overwrite=inplace_backward, chunk_bytes=chunk_bytes)
         return TopKKL(*[output.view(leading) for output in outputs])
@@ -103,6 +107,7 @@ def topk_kl(
     return TopKKL(*[scatter(output, kept, flat.shape[0]).view(leading) for output in outputs])
 
 
+@eager
 def linear_topk_kl(
     hidden: Tensor,  # (..., hidden)
     weight: Tensor,  # (vocab_local, hidden)
@@ -116,19 +121,20 @@ def linear_topk_kl(
     tail_mass_eps: float = 1e-6,
     temperature: float | Tensor = 1.0,  # scalar or (...)
     chunk_bytes: int | None = None,
-    check_ranks: bool = True,
+    check_ranks: bool | None = None,
 ) -> TopKKL:  # (...) each
     """`topk_kl(hidden @ weight.T + bias, ...)`, without all the logits standing in memory.
 
-    Holds at most `chunk_bytes` of them (default 256 MiB), in chunks, and O(rows * k) numbers. The product is in the
+    Holds at most `chunk_bytes` of them (default: 1 GiB on a GPU, 256 MiB on a CPU), slice by slice of the vocabulary,
+    and O(rows * k) numbers. The product is in the
     dtype of `hidden`, everything after it in fp32. With a shard, `hidden` and the teacher's tensors are the same on all
     ranks of its group, and the gradient of `hidden` is summed over it here. Gradients have the dtypes of their inputs;
-    sums over chunks are formed in fp32. The other arguments and the errors are as in `topk_kl`.
+    sums over slices are formed in fp32. The other arguments and the errors are as in `topk_kl`.
 
     Collectives over `shard.group`: forward as `topk_kl`; backward one all-reduce of the gradient of `hidden`, if it
     needs one. Also with zero rows.
     """
-    with AskedAlike("linear_topk_kl", shard, check_ranks, hidden, weight, teacher_log_probs, teacher_ids) as asked:
+    with RankCheck("linear_topk_kl", shard, check_ranks, hidden, weight, teacher_log_probs, teacher_ids) as check:
         teacher = {"teacher_log_probs": teacher_log_probs, "teacher_ids": teacher_ids}
         validation.check_tensors(hidden=hidden, weight=weight, **teacher, bias=bias)
         rows = rearrange(hidden, "... hidden -> (...) hidden") if hidden.dim() else hidden
@@ -138,7 +144,7 @@ def linear_topk_kl(
             teacher_log_probs, teacher_ids, hidden, resolved, tail, log_prob_min_clamp, tail_mass_eps, temperature
         )
         chunk_bytes = validation.check_chunk_bytes(chunk_bytes)
-        _tell(asked, scorer, rows, rows.shape[0], hidden=rows, bias=bias)
+        _compare(check, scorer, rows, rows.shape[0], hidden=rows, bias=bias)
     outputs = score_hidden(rows, weight, bias, scorer, group=resolved.group, chunk_bytes=chunk_bytes)
     return TopKKL(*[output.view(hidden.shape[:-1]) for output in outputs])
 
@@ -158,21 +164,24 @@ def _checked_scorer(
     validation.check_row_ids(teacher_ids, teacher_log_probs.shape, shard, name="teacher_ids")
     validation.check_temperature(temperature, leading, teacher_ids.device)
     clamp, eps = check_form(tail, log_prob_min_clamp, tail_mass_eps)
-    log_probs = teacher_log_probs.to(work_dtype(student.dtype))
+    dtype = accumulation_dtype(student.dtype)
+    log_probs = teacher_log_probs.to(dtype)
     if clamp is not None:
         log_probs = log_probs.clamp(min=clamp)
+    ids = rearrange(teacher_ids, "... k -> (...) k")
+    per_row = temperature.flatten() if isinstance(temperature, Tensor) else float(temperature)
     return TopKScorer(
         teacher_log_probs=rearrange(log_probs, "... k -> (...) k"),
-        teacher_ids=rearrange(teacher_ids, "... k -> (...) k"),
+        teacher_ids=ids,
         shard=shard,
-        temperature=temperature.flatten() if isinstance(temperature, Tensor) else float(temperature),
+        inverse_temperature=inverse_temperatures(per_row, ids, dtype),
         log_prob_min_clamp=clamp,
         tail_mass_eps=eps if tail else None,
     )
 
 
-def _tell(
-    asked: AskedAlike,
+def _compare(
+    check: RankCheck,
     scorer: TopKScorer,
     student: Tensor,  # (..., any), logits or hidden states
     rows: int,
@@ -189,9 +198,9 @@ def _tell(
         "hidden size": None if hidden is None else hidden.shape[1],
         "bias": bias is not None,
     }
-    asked.told(
+    check.compare(
         scorer.teacher_ids,
-        scorer.temperature,
+        scorer.inverse_temperature,
         settings,
         rows=rows,
         place=place,
@@ -227,15 +236,15 @@ def check_form(
     validation.check_flag("tail", tail)
     eps = as_float(tail_mass_eps)
     if eps is None or not 0.0 < eps < 1.0:
-        raise InputError(f"tail_mass_eps must lie strictly between 0 and 1, got {shown(tail_mass_eps)}")
+        raise InputError(f"tail_mass_eps must lie strictly between 0 and 1, got {describe(tail_mass_eps)}")
     if log_prob_min_clamp is None:
         return None, eps
     if tail:
         raise InputError(
-            f"the tail-aware KL takes no log_prob_min_clamp, got {shown(log_prob_min_clamp)}: clamped log-probs and "
+            f"the tail-aware KL takes no log_prob_min_clamp, got {describe(log_prob_min_clamp)}: clamped log-probs and "
             f"their tail are not one distribution; pass None, tail_mass_eps bounds the loss"
         )
     clamp = as_float(log_prob_min_clamp)
     if clamp is None or not clamp <= 0.0:
-        raise InputError(f"log_prob_min_clamp bounds log-probs, which are at most 0, got {shown(log_prob_min_clamp)}")
+        raise InputError(f"log_prob_min_clamp bounds log-probs, which are at most 0, got {describe(log_prob_min_clamp)}")
     return clamp, eps

@@ -8,18 +8,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from compact_logits.chunks import Block
-from compact_logits.scorers.temperature import inverse_temperature, tempered
-from compact_logits.scorers.topk_stats import (
-    add_at_,
-    chosen_of_all,
-    clear_at_,
-    first_of_each_id,
-    joined_tops,
-    row_sums,
-    student_top,
-)
-from compact_logits.vocab_parallel import VocabShard, gather_stats, merge_softmax
+from compact_logits.engine.kernels import combine_stats, new_stats, row_stats_, write_at_
+from compact_logits.engine.scorer import SoftmaxGrad, read_at_
+from compact_logits.engine.vocab_shard import VocabShard, gather_stats
+from compact_logits.scorers.topk_stats import add_top_, chosen_of_all, first_of_each_id, place_in, summed_by_id
 
 __all__ = ["TopKScorer"]
 
@@ -31,9 +23,10 @@ class TopKScorer:
     Gradient: `d / dz_j = Q p_j - sum_{k: id_k = j} q_k`, with `Q` the sum of `q_k`; where a student log-prob is below
     the clamp, its `q_k` is missing from both, unless that is NaN. Tail-aware, with `q_0 = 1 - sum_k q_k` and `p_0` the
     sum of `p_j` over the ids not listed: plus `q_0 (log q_0 - log max(p_0, eps))`, and where `p_0 > eps` the gradient
-    gains `q_0 p_j`, less `q_0 p_j / p_0` at the ids not listed. That needs `p_0` itself, whose sum therefore leaves the
-    listed ids out: one minus the listed ones is zero in fp32 from 6e-8 down. A category is there once: of several
-    entries with one id the first counts, and one of `log q_k = -inf` lists nothing, as the teacher did not give it.
+    gains `q_0 p_j`, less `q_0 p_j / p_0` at the ids not listed. That needs `p_0` itself: the listed logits are set to
+    -inf before the others are summed, since one minus the listed ones is zero in fp32 from 6e-8 down. A category is
+    there once: of several entries with one id the first counts, and one of `log q_k = -inf` lists nothing, as the
+    teacher did not give it.
 
     Outputs: loss, student mass, teacher mass, overlap count, overlap-token advantage; tail-aware also the head's and
     the tail's part of the loss, the student's and the teacher's tail mass. The loss alone is differentiable.
@@ -42,179 +35,127 @@ class TopKScorer:
     numbers a row, since only the rank that has an id knows its log-prob.
     """
 
-    teacher_log_probs: Tensor  # (rows, k), in the working dtype, clamped
+    teacher_log_probs: Tensor  # (rows, k), fp32 or wider, clamped
     teacher_ids: Tensor  # (rows, k) int64, global
     shard: VocabShard
-    temperature: float | Tensor  # scalar or (rows,)
+    inverse_temperature: Tensor  # (rows,) fp32, fp64 for fp64 logits
     log_prob_min_clamp: float | None
     tail_mass_eps: float | None  # None for the truncated form
 
     @property
-    def tail(self) -> bool:
+    def writes_logits(self) -> bool:
         return self.tail_mass_eps is not None
 
     @property
-    def stats_width(self) -> int:
-        return self._sums + 3 * self._k
-
-    @property
-    def needs_spare(self) -> bool:
-        return False
-
-    @property
-    def turn_shares_(self) -> None:
-        return None
-
-    @property
     def differentiable(self) -> tuple[bool, ...]:
-        return (True, *[False] * (8 if self.tail else 4))
+        return (True, *[False] * (8 if self.tail_mass_eps is not None else 4))
 
     @property
     def inputs(self) -> tuple[Tensor, ...]:
-        per_row = (self.temperature,) if isinstance(self.temperature, Tensor) else ()
-        return (self.teacher_log_probs, self.teacher_ids, *per_row)
-
-    @property
-    def _k(self) -> int:
-        return self.teacher_ids.shape[1]
+        return (self.teacher_log_probs, self.teacher_ids, self.inverse_temperature)
 
     @cached_property
     def _listed(self) -> Tensor:  # (rows, k) bool
         """The entries that count, which in the truncated form are all."""
-        if not self.tail:
+        if self.tail_mass_eps is None:
             return torch.ones_like(self.teacher_ids, dtype=torch.bool)
         given = self.teacher_log_probs != -torch.inf
         return first_of_each_id(torch.where(given, self.teacher_ids, -1)) & given
 
-    @property
-    def _sums(self) -> int:
-        """Columns of the statistics before the student's top: maximum, sum of exponentials, that of the tail."""
-        return 3 if self.tail else 2
+    @cached_property
+    def _listed_ids(self) -> Tensor:  # (rows, k) int64, -1 where the entry lists nothing
+        return torch.where(self._listed, self.teacher_ids, -1)
 
-    def of(
-        self,
-        rows: Tensor,  # (kept,) int64
-    ) -> TopKScorer:
-        """The scorer of some of the rows alone."""
+    def of_rows(self, rows: slice | Tensor) -> TopKScorer:
         return replace(
             self,
-            teacher_log_probs=self.teacher_log_probs.index_select(0, rows),
-            teacher_ids=self.teacher_ids.index_select(0, rows),
-            temperature=self.temperature.index_select(0, rows)
-            if isinstance(self.temperature, Tensor)
-            else self.temperature,
+            teacher_log_probs=self.teacher_log_probs[rows],
+            teacher_ids=self.teacher_ids[rows],
+            inverse_temperature=self.inverse_temperature[rows],
         )
 
-    def part(self, columns: slice) -> TopKScorer:
-        part = replace(self, shard=self.shard.columns(columns))
-        part.__dict__["_listed"] = self._listed  # found once for all parts
-        return part
+    def new_stats(self) -> tuple[Tensor, ...]:
+        """Row statistics (tail-aware: of the ids not listed), the logits at the teacher's ids, NaN where they are not
+        here, the student's top k logits and their ids."""
+        logits = self.inverse_temperature.new_empty(self.teacher_ids.shape)
+        at_ids, top = torch.full_like(logits, torch.nan), torch.full_like(logits, -torch.inf)
+        return new_stats(logits), at_ids, top, torch.full_like(self.teacher_ids, -1)
 
-    def local_stats(self, block: Block) -> Tensor:
-        logits, z, _, rows = block
-        # Columns: what `_sums` says, the slice's top k logits, the logits at the teacher's ids, their places in it.
-        stats = z.new_zeros(z.shape[0], self.stats_width)
-        top, at_ids, places = stats[:, self._sums :].split(self._k, dim=1)
-        ids, owned = self.shard.local_ids(self.teacher_ids[rows])
-        if self.shard.size == 0:
-            top.fill_(-torch.inf)
-            at_ids.fill_(torch.nan)
-            places.fill_(self._k)
-            stats[:, 0] = -torch.inf
-            return stats
-        logits = tempered(logits, z, self.temperature, rows)
-        at_ids.copy_(logits.gather(1, ids).masked_fill_(~owned, torch.nan))
-        values, place = student_top(logits, ids)
-        top.copy_(values)
-        places.copy_(place.masked_fill_(~owned, self._k))
-        maximum = top[:, 0]
-        stats[:, 0] = maximum
-        torch.sub(logits, maximum.masked_fill(maximum == -torch.inf, 0.0)[:, None], out=z).exp_()
-        stats[:, 1] = row_sums(z)
-        if self.tail:
-            clear_at_(z, ids, owned & self._listed[rows])
-            stats[:, 2] = row_sums(z)
-        return stats
+    def add_slice_(self, stats: tuple[Tensor, ...], logits: Tensor, first: int) -> None:
+        rows, at_ids, top, top_ids = stats
+        read_at_(at_ids, logits, self.teacher_ids, first)
+        add_top_(top, top_ids, logits, first)
+        if self.writes_logits:
+            write_at_(logits, self._listed_ids, torch.full_like(at_ids, -torch.inf), first)
+        row_stats_(rows, logits, self.inverse_temperature, False, False)
 
-    def combine(self, parts: Tensor) -> Tensor:
-        tops, at_ids, places = parts[:, :, self._sums :].split(self._k, dim=2)
-        sums = [merge_softmax(parts[:, :, 0].double(), part.double()) for part in parts[:, :, 1 : self._sums].unbind(2)]
-        values, place = joined_tops(tops, places.to(torch.int64))
-        selected = at_ids[0]
-        for of_part in at_ids[1:]:
-            selected = torch.where(selected.isnan(), of_part, selected)
-        columns = torch.stack([sums[0][0], *[total for _, total, _ in sums]], dim=1)
-        return torch.cat([columns.to(parts.dtype), values, selected, place.to(parts.dtype)], dim=1)
-
-    def merge(self, stats: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        k = self._k
-        _, at_ids, places = stats[:, self._sums :].split(k, dim=1)
-        ranks = gather_stats(stats[:, : self._sums + k], self.shard)
-        maximum, total, _ = merge_softmax(ranks[:, :, 0], ranks[:, :, 1])
+    def merge(self, stats: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        rows, at_ids, top, top_ids = stats
+        dtype, k = self.inverse_temperature.dtype, self.teacher_ids.shape[1]
+        z = (at_ids * self.inverse_temperature[:, None]).double()
+        owned = (self.teacher_ids >= self.shard.start) & (self.teacher_ids < self.shard.stop)
+        listed = owned & self._listed
+        if self.writes_logits:
+            rows = _with_listed(rows, z.masked_fill(~listed, -torch.inf))
+        sums = rows.shape[1]
+        ranks = gather_stats(torch.cat([rows.to(dtype), top], dim=1), self.shard)
+        maximum, total, *others = _combined(ranks[:, :, :sums].double())
         rank = self.shard.group.rank() if self.shard.group is not None and self.shard.sharded else 0
-        among_top = chosen_of_all(ranks[:, :, self._sums :], rank, places.to(torch.int64))
+        in_top = chosen_of_all(ranks[:, :, sums:], rank, place_in(top_ids, self.teacher_ids))
 
-        owned = self.shard.local_ids(self.teacher_ids)[1]
-        counted = owned & self._listed
-        q, log_q = self._teacher(slice(None))
-        log_p, active = self._clamped(_log_probs(at_ids, maximum, total), log_q)
+        q, log_q = self._teacher()
+        log_p, active = self._clamped(z - maximum[:, None] - total.log()[:, None], log_q)
         # A teacher's log-prob of -inf is an entry that it did not give: q log q is 0 there, not NaN. One that is NaN
         # itself stays so.
         terms = torch.where((q != 0) & owned, q * (log_q - log_p), 0.0)
         of_this_rank = [
             terms.sum(dim=1),
-            log_p.exp().masked_fill_(~counted, 0.0).sum(dim=1),
+            log_p.exp().masked_fill(~listed, 0.0).sum(dim=1),
             q.masked_fill(~(owned & active), 0.0).sum(dim=1),
-            (among_top & counted).sum(dim=1),
-            -terms.masked_fill(~among_top, 0.0).sum(dim=1),
+            (in_top & listed).sum(dim=1),
+            -terms.masked_fill(~in_top, 0.0).sum(dim=1),
             owned.sum(dim=1),
         ]
-        summed = gather_stats(torch.stack([part.to(stats.dtype) for part in of_this_rank], dim=1), self.shard).sum(
-            dim=0
-        )
+        summed = gather_stats(torch.stack([part.double() for part in of_this_rank], dim=1), self.shard).sum(dim=0)
         head, student_mass, active_mass, overlap, advantage, found = summed.unbind(dim=1)
-        # An id that no slice has gives no number that could be mistaken for one, and no such gradient.
+        # An id that no rank has gives no number that could be mistaken for one, and no such gradient.
         head, active_mass = (part.masked_fill(found != k, torch.nan) for part in (head, active_mass))
         advantage = torch.where(overlap > 0, advantage / overlap.clamp(min=1), 0.0)
-        metrics = (student_mass, q.sum(dim=1).to(stats.dtype), overlap.to(torch.int64), advantage)
+        metrics = (student_mass, q.sum(dim=1), overlap, advantage)
         if self.tail_mass_eps is None:
-            return (head, *metrics), (maximum, total, active_mass)
-        student_tail = merge_softmax(ranks[:, :, 0], ranks[:, :, 2])[1] / total
+            return _outputs(dtype, head, *metrics), (maximum, total, active_mass, active_mass, z)
+        student_tail = others[0] / total
         # The teacher gives log-probs of its own ids only, so that its tail is what they leave.
-        teacher_tail = (1.0 - q.sum(dim=1)).clamp_(0.0, 1.0).to(stats.dtype)
+        teacher_tail = (1.0 - q.sum(dim=1)).clamp(0.0, 1.0)
         tail, *factors = _tail(teacher_tail, student_tail, active_mass, self.tail_mass_eps)
         # Never negative but for rounding and for the guard, and neither is information.
         loss = (head + tail).clamp(min=0.0)
-        return (loss, *metrics, head, tail, student_tail, teacher_tail), (maximum, total, *factors)
+        outputs = _outputs(dtype, loss, *metrics, head, tail, student_tail, teacher_tail)
+        return outputs, (maximum, total, *factors, z)
 
-    def d_logits_(self, block: Block, saved: tuple[Tensor, ...], grads: tuple[Tensor | None, ...]) -> None:
-        logits, z, _, rows = block
-        d_loss = grads[0]
-        if self.shard.size == 0:
-            return
-        if d_loss is None:
-            z.zero_()
-            return
-        maximum, total, of_others, of_listed = saved if self.tail else (*saved, saved[2])
-        logits = tempered(logits, z, self.temperature, rows)
-        teacher_ids = self.teacher_ids[rows]
-        ids, owned = self.shard.local_ids(teacher_ids)
-        log_p = _log_probs(logits.gather(1, ids), maximum, total)
-        q, log_q = self._teacher(rows)
-        _, active = self._clamped(log_p, log_q)
-        d_row = d_loss * inverse_temperature(self.temperature, rows, d_loss)
-        torch.sub(logits, maximum[:, None], out=z).exp_()
-        # The listed ids apart from the others: their two terms nearly cancel, or are nothing beside the others' factor.
-        once = self._listed[rows] if self.tail else first_of_each_id(teacher_ids)
-        clear_at_(z, ids, owned & self._listed[rows])
-        at_ids = (log_p.exp() * of_listed[:, None]).masked_fill_(~once, 0.0)
-        at_ids -= q.masked_fill_(~active, 0.0)
-        z.mul_((d_row * of_others / total)[:, None])
-        add_at_(z, ids, owned, (at_ids * d_row[:, None]).to(z.dtype))
+    def logits_grad(self, saved: tuple[Tensor, ...], grads: tuple[Tensor | None, ...]) -> SoftmaxGrad:
+        maximum, total, of_others, of_listed, z = saved
+        assert grads[0] is not None  # the only output that has a gradient
+        d_row = grads[0].double() * self.inverse_temperature
+        q, log_q = self._teacher()
+        log_p = z - maximum[:, None] - total.log()[:, None]
+        q = q.masked_fill(~self._clamped(log_p, log_q)[1], 0.0)
+        if self.tail_mass_eps is None:
+            q = summed_by_id(self.teacher_ids, q)
+        at_ids = (log_p.exp() * of_listed[:, None] - q) * d_row[:, None]
+        dtype = self.inverse_temperature.dtype
+        return SoftmaxGrad(
+            inverse_temperature=self.inverse_temperature,
+            shift=maximum.to(dtype),
+            scale=(d_row * of_others / total).to(dtype),
+            slope=None,
+            ids=self._listed_ids,
+            values=at_ids.to(dtype),
+        )
 
-    def _teacher(self, rows: slice) -> tuple[Tensor, Tensor]:  # probs, log-probs, (rows, k) fp64 both
-        log_q = self.teacher_log_probs[rows].double()
-        return log_q.exp().masked_fill_(~self._listed[rows], 0.0), log_q
+    def _teacher(self) -> tuple[Tensor, Tensor]:  # probs, log-probs, (rows, k) fp64 both
+        log_q = self.teacher_log_probs.double()
+        return log_q.exp().masked_fill(~self._listed, 0.0), log_q
 
     def _clamped(
         self,
@@ -227,13 +168,25 @@ class TopKScorer:
         return log_p.clamp(min=self.log_prob_min_clamp), passes
 
 
-def _log_probs(
-    at_ids: Tensor,  # (rows, k), logits
-    maximum: Tensor,  # (rows,)
-    total: Tensor,  # (rows,), sum of exp(z_j - maximum)
-) -> Tensor:  # (rows, k) fp64
-    """In fp64, as all that is k wide: it costs nothing beside a row of logits, and its differences are what counts."""
-    return at_ids.double() - maximum.double()[:, None] - total.double().log()[:, None]
+def _with_listed(
+    rest: Tensor,  # (rows, 2) fp64, the statistics of the ids not listed
+    listed: Tensor,  # (rows, k) fp64, tempered logits, -inf where they are not here
+) -> Tensor:  # (rows, 3) fp64, the statistics of all, and the rest's sum shifted alike
+    maximum = torch.maximum(rest[:, 0], listed.amax(dim=1))
+    finite = maximum.masked_fill(maximum == -torch.inf, 0.0)
+    of_rest = (rest[:, 0] - finite).exp() * rest[:, 1]
+    return torch.stack([maximum, of_rest + (listed - finite[:, None]).exp().sum(dim=1), of_rest], dim=1)
+
+
+def _combined(
+    ranks: Tensor,  # (ranks, rows, 2 or 3) fp64
+) -> tuple[Tensor, ...]:  # maximum, sum, the rest's sum; (rows,) each
+    sums = [combine_stats(torch.stack([ranks[:, :, 0], each], dim=2)) for each in ranks[:, :, 1:].unbind(dim=2)]
+    return (sums[0][:, 0], *[each[:, 1] for each in sums])
+
+
+def _outputs(dtype: torch.dtype, *values: Tensor) -> tuple[Tensor, ...]:
+    return tuple(each.to(torch.int64 if place == 3 else dtype) for place, each in enumerate(values))
 
 
 def _tail(

@@ -1,67 +1,47 @@
-"""What a top-k KL needs of a block of logits: the logits at the teacher's ids, the student's own top, and row sums."""
+"""What a top-k KL needs of k numbers a row: the student's own top, which ids are in it, and ids listed twice."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-__all__ = ["add_at_", "chosen_of_all", "clear_at_", "first_of_each_id", "joined_tops", "row_sums", "student_top"]
-
-_TILE = 4096
+__all__ = ["add_top_", "chosen_of_all", "first_of_each_id", "place_in", "summed_by_id"]
 
 
-def row_sums(
-    values: Tensor,  # (block, vocab_local)
-) -> Tensor:  # (block,)
-    """The sum of each row, to the same bits however many rows the block has.
+def add_top_(
+    top: Tensor,  # (rows, k), the largest logits so far, descending; overwritten
+    top_ids: Tensor,  # (rows, k) int64, their global ids; overwritten
+    logits: Tensor,  # (rows, columns)
+    first: int,  # the global id of the first column
+) -> None:
+    """Let the logits of a slice take their places among the k largest.
 
-    A sum over one long row is split among threads where a sum over several is not. Summed tile by tile, no row is.
+    Which of several equal logits counts as larger is what `torch.topk` says.
     """
-    whole = values.shape[1] - values.shape[1] % _TILE
-    tiles = values[:, :whole].unflatten(1, (whole // _TILE, _TILE)).sum(dim=2)
-    return tiles.sum(dim=1) + values[:, whole:].sum(dim=1)
+    k = top.shape[1]
+    values, columns = logits.topk(min(k, logits.shape[1]), dim=1)
+    values, chosen = torch.cat([top, values.to(top.dtype)], dim=1).topk(k, dim=1)
+    top.copy_(values)
+    top_ids.copy_(torch.cat([top_ids, columns + first], dim=1).gather(1, chosen))
 
 
-def student_top(
-    z: Tensor,  # (block, vocab_local)
-    ids: Tensor,  # (block, k) int64, local
-) -> tuple[Tensor, Tensor]:  # values (block, k), descending; place (block, k) int64
-    """The `k` largest logits of this slice, and at which place among them each of `ids` stands, `k` for at none.
-
-    A slice narrower than `k` is filled up with -inf. Which of several equal logits counts as larger is what
-    `torch.topk` says, here as wherever the student's top-k is formed from whole rows.
-    """
-    k = ids.shape[1]
-    narrow = min(k, z.shape[1])
-    values, columns = z.topk(narrow, dim=1)
-    # By looking each id up in the sorted columns: (block, k) numbers, where comparing all pairs takes k times that.
-    columns, order = columns.sort(dim=1)
-    at = torch.searchsorted(columns, ids).clamp_(max=narrow - 1)
-    place = order.gather(1, at).masked_fill_(columns.gather(1, at) != ids, k)
-    return torch.nn.functional.pad(values, (0, k - narrow), value=-torch.inf), place
-
-
-def joined_tops(
-    tops: Tensor,  # (parts, rows, k), the largest logits of each part of a slice, descending
-    places: Tensor,  # (parts, rows, k) int64, of the ids among each part's top, k for none
-) -> tuple[Tensor, Tensor]:  # values (rows, k), descending; place (rows, k) int64
-    """What `student_top` says of all parts together; an id has a place in one of them at most."""
-    parts, _, k = tops.shape
-    values, chosen = torch.cat(tuple(tops), dim=1).topk(k, dim=1)
-    # Where each of all entries went to, k for those that were left out; the last column is that of no place.
-    went = torch.full((values.shape[0], parts * k + 1), k, device=tops.device)
-    went.scatter_(1, chosen, torch.arange(k, device=tops.device).expand_as(chosen))
-    starts = torch.arange(parts, device=tops.device)[:, None, None] * k
-    entry = torch.where(places < k, places + starts, parts * k).amin(dim=0)
-    return values, went.gather(1, entry)
+def place_in(
+    top_ids: Tensor,  # (rows, k) int64, distinct but for -1
+    ids: Tensor,  # (rows, k) int64
+) -> Tensor:  # (rows, k) int64
+    """At which place of `top_ids` each id stands, `k` for at none."""
+    # By looking each id up in the sorted ones: (rows, k) numbers, where comparing all pairs takes k times that.
+    ordered, order = top_ids.sort(dim=1)
+    at = torch.searchsorted(ordered, ids.contiguous()).clamp_(max=ids.shape[1] - 1)
+    return order.gather(1, at).masked_fill_(ordered.gather(1, at) != ids, ids.shape[1])
 
 
 def chosen_of_all(
-    tops: Tensor,  # (ranks, rows, k), the largest logits of each slice, descending
+    tops: Tensor,  # (ranks, rows, k), the largest logits of each rank, descending
     rank: int,
     place: Tensor,  # (rows, k) int64, of this rank's ids among its own top, k for none
 ) -> Tensor:  # (rows, k) bool
-    """Which of this rank's ids are among the `k` largest logits of all slices."""
+    """Which of this rank's ids are among the `k` largest logits of all ranks."""
     ranks, rows, k = tops.shape
     best = torch.cat(tuple(tops), dim=1).topk(k, dim=1).indices
     chosen = torch.zeros(rows, ranks * k + 1, dtype=torch.bool, device=tops.device).scatter_(1, best, True)
@@ -70,7 +50,7 @@ def chosen_of_all(
 
 
 def first_of_each_id(
-    ids: Tensor,  # (rows, k), global: ids of other slices share a local one
+    ids: Tensor,  # (rows, k)
 ) -> Tensor:  # (rows, k) bool
     """Set at the first of several entries with the same id, so that what belongs to an id is counted once."""
     ordered, order = ids.sort(dim=1, stable=True)
@@ -79,20 +59,14 @@ def first_of_each_id(
     return torch.empty_like(first).scatter_(1, order, first)
 
 
-def clear_at_(
-    values: Tensor,  # (block, vocab_local), none negative
-    ids: Tensor,  # (block, k) int64, local
-    owned: Tensor,  # (block, k) bool
-) -> None:
-    """Zero the columns at the owned ids. As a minimum, since ids of other slices point at some column here as well."""
-    values.scatter_reduce_(1, ids, torch.where(owned, 0.0, torch.inf).to(values.dtype), "amin")
-
-
-def add_at_(
-    values: Tensor,  # (block, vocab_local)
-    ids: Tensor,  # (block, k) int64, local
-    owned: Tensor,  # (block, k) bool
-    addends: Tensor,  # (block, k)
-) -> None:
-    """Add to the columns at the owned ids; where an id is listed twice, both addends count."""
-    values.scatter_add_(1, ids, addends.masked_fill(~owned, 0.0))
+def summed_by_id(
+    ids: Tensor,  # (rows, k)
+    values: Tensor,  # (rows, k)
+) -> Tensor:  # (rows, k)
+    """At each entry the sum over all entries of the row with its id."""
+    ordered, order = ids.sort(dim=1, stable=True)
+    new = torch.zeros_like(ids)
+    new[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
+    of_id = new.cumsum(dim=1)  # which of the row's distinct ids, in their order
+    sums = torch.zeros_like(values).scatter_add_(1, of_id, values.gather(1, order))
+    return torch.empty_like(values).scatter_(1, order, sums.gather(1, of_id))

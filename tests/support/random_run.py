@@ -12,16 +12,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from compact_logits import VocabShard, chunks, linear_log_probs, linear_topk_kl
-from compact_logits.chunks import ChunkPlan
-from compact_logits.exchange import Local, Replicated, SequenceSharded
-from compact_logits.given_logits import rows_of, score_logits
-from compact_logits.layouts import Layout, contiguous, packed, zigzag
-from compact_logits.projection import score_hidden
+from compact_logits.engine.slices import ChunkPlan
+from compact_logits.engine.row_gather import Local, Replicated, SequenceSharded
+from compact_logits.engine.logits import rows_of, score_logits
+from compact_logits.rows import Layout, contiguous, packed, zigzag
+from compact_logits.engine.linear import score_hidden
 from compact_logits.rows import RowSelection, scatter, select
 from compact_logits.scorers.log_prob_scorer import LogProbScorer
-from compact_logits.scorers.nucleus import Nucleus, NucleusScorer
+from compact_logits.scorers.top_p import TopPMask, TopPScorer
 from compact_logits.scorers.topk_scorer import TopKScorer
-from compact_logits.weight_grad import ReturnedWeightGrad, WeightSum
+from compact_logits.engine.weight_grad import ReturnedWeightGrad, WeightSum
 from tests.support.random_data import Data, clamp_of, masks_of
 from tests.support.random_example import Example
 
@@ -168,7 +168,7 @@ def _scorer(
     stops = sizes.cumsum(0)
     listed = torch.tensor([each for ids in sets for each in ids or ()], dtype=torch.int64)
     recorded = torch.tensor([ids is not None for ids in sets], dtype=torch.bool)
-    return NucleusScorer(base, Nucleus.build(listed, stops - sizes, stops, recorded)), names
+    return TopPScorer(base, TopPMask.build(listed, stops - sizes, stops, recorded)), names
 
 
 def _project(
@@ -181,7 +181,7 @@ def _project(
     kept: Tensor,
 ) -> tuple[Tensor, ...]:
     hidden, weight, bias = leaves["hidden"], leaves["weight"], leaves.get("bias")
-    shard = scorer.base.shard if isinstance(scorer, NucleusScorer) else scorer.shard
+    shard = scorer.base.shard if isinstance(scorer, TopPScorer) else scorer.shard
     given: Any = {"bias": bias, "shard": shard, "temperature": data.temperature_of(kept)}
     given["chunk_bytes"] = example.chunk_bytes
     if not example.sequence_parallel and example.seed % 3 == 0:  # as users call it

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from compact_logits.config import Config
 from compact_logits.errors import CompactLogitsError
-from compact_logits.findings import Finding
+from compact_logits.diagnostics import Diagnostic
 from compact_logits.integrations.megatron_rl.marks import mark_tokens
 
 if TYPE_CHECKING:
@@ -81,13 +81,13 @@ def uninstall() -> None:
         _installation = None
 
 
-def check() -> list[Finding]:
+def check() -> list[Diagnostic]:
     """What is on, off or refused in this process, and why. Changes nothing and installs nothing."""
     name, proven = "megatron_rl", f"proven: {'; '.join(SUPPORTED)}"
     if _installation is not None:
-        found = [Finding(name, "refused", refusal.reason, refusal.remedy) for refusal in _installation.refused()]
+        found = [Diagnostic(name, "refused", refusal.reason, refusal.remedy) for refusal in _installation.refused()]
         if not found or _installation.compacts():
-            found.insert(0, Finding(name, "on", f"installed, mode {_installation.config.mode}"))
+            found.insert(0, Diagnostic(name, "on", f"installed, mode {_installation.config.mode}"))
         return found
     config = Config.from_env(os.environ)
     try:
@@ -95,16 +95,16 @@ def check() -> list[Finding]:
     except ModuleNotFoundError:
         spec = None
     if spec is None:
-        return [Finding(name, "off", "megatron.rl is not on this Python's path", "put a Megatron-LM checkout there")]
+        return [Diagnostic(name, "off", "megatron.rl is not on this Python's path", "put a Megatron-LM checkout there")]
     try:
         from compact_logits.integrations.megatron_rl.installation import Installation
 
         Installation(config)
     except (ImportError, CompactLogitsError) as error:
-        return [Finding(name, "refused", str(error), proven)]
+        return [Diagnostic(name, "refused", str(error), proven)]
     if not config.enabled:
-        return [Finding(name, "off", "COMPACT_LOGITS is unset or 0", f"export COMPACT_LOGITS=1, or pass {_FLAG}")]
-    return [Finding(name, "off", "not installed in this process", f"call {__name__}.install(args) before training")]
+        return [Diagnostic(name, "off", "COMPACT_LOGITS is unset or 0", f"export COMPACT_LOGITS=1, or pass {_FLAG}")]
+    return [Diagnostic(name, "off", "not installed in this process", f"call {__name__}.install(args) before training")]
 
 
 def _config(args: argparse.Namespace | None) -> Config:

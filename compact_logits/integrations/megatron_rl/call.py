@@ -15,7 +15,7 @@ from torch import Tensor
 from compact_logits.config import Config
 from compact_logits.errors import InputError
 from compact_logits.integrations.megatron_rl.marks import Mark, mark_of
-from compact_logits.megatron.processor import output_processor
+from compact_logits.megatron.output_processor import output_processor
 from compact_logits.megatron.request import Request
 from compact_logits.rows import RowSelection
 

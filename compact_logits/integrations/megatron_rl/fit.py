@@ -12,7 +12,7 @@ from torch import Tensor
 
 from compact_logits.errors import InputError
 from compact_logits.first_order import first_order
-from compact_logits.host_values import as_float, shown
+from compact_logits.host_values import as_float, describe
 from compact_logits.memory import HeadBytes, HeadSize, StorageBytes, simulate
 
 __all__ = ["Path", "Policy", "head_bytes", "largest_micro_batch"]
@@ -40,7 +40,7 @@ class Policy:
     def __post_init__(self) -> None:
         density = as_float(self.density)
         if density is None or not 0.0 <= density <= 1.0:
-            raise InputError(f"the density is a share of the log-probs, from 0 to 1, got {shown(self.density)}")
+            raise InputError(f"the density is a share of the log-probs, from 0 to 1, got {describe(self.density)}")
         if self.sequence < 2:
             raise InputError(f"a log-prob needs a token and the one before it, got sequences of {self.sequence}")
         self.size_of(1)

@@ -12,7 +12,7 @@ import torch
 from megatron.core.inference import utils as inference
 from megatron.core.models.gpt import GPTModel
 
-from compact_logits.megatron.processor import PROCESSOR_PARAMETERS
+from compact_logits.megatron.output_processor import PROCESSOR_PARAMETERS
 from compact_logits.megatron.refusals import refuse_call, refuse_head
 
 __all__ = ["Refusal", "inner_gpt", "refusals"]

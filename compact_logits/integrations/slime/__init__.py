@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from compact_logits.config import Config
 from compact_logits.errors import PatchError
-from compact_logits.findings import Finding
+from compact_logits.diagnostics import Diagnostic
 
 if TYPE_CHECKING:
     from compact_logits.integrations.slime.installation import Installation
@@ -55,23 +55,23 @@ def uninstall() -> None:
         _installation = None
 
 
-def check() -> list[Finding]:
+def check() -> list[Diagnostic]:
     """What is on, off or refused in this process, and why. Changes nothing and installs nothing."""
     config = Config.from_env(os.environ)
     if _installation is not None:
         refused = _installation.refused or []
         if refused:
-            return [Finding("slime", "refused", str(refusal), refusal.remedy) for refusal in refused]
-        return [Finding("slime", "on", f"installed, COMPACT_LOGITS={config.mode}")]
+            return [Diagnostic("slime", "refused", str(refusal), refusal.remedy) for refusal in refused]
+        return [Diagnostic("slime", "on", f"installed, COMPACT_LOGITS={config.mode}")]
     if importlib.util.find_spec("slime") is None:
-        return [Finding("slime", "off", "slime is not on this Python's path", "run this where slime is installed")]
+        return [Diagnostic("slime", "off", "slime is not on this Python's path", "run this where slime is installed")]
     if not config.enabled:
-        return [Finding("slime", "off", "COMPACT_LOGITS is unset or 0", "export COMPACT_LOGITS=1")]
+        return [Diagnostic("slime", "off", "COMPACT_LOGITS is unset or 0", "export COMPACT_LOGITS=1")]
     try:
         from compact_logits.integrations.slime.installation import Installation
 
         Installation(config)
     except (ImportError, PatchError) as error:
-        return [Finding("slime", "refused", str(error), f"proven: {'; '.join(SUPPORTED)}")]
+        return [Diagnostic("slime", "refused", str(error), f"proven: {'; '.join(SUPPORTED)}")]
     remedy = "--custom-megatron-init-path compact_logits.integrations.slime.install"
-    return [Finding("slime", "off", "not installed in this process", remedy)]
+    return [Diagnostic("slime", "off", "not installed in this process", remedy)]

@@ -12,7 +12,7 @@ from compact_logits.config import Config
 from compact_logits.errors import LayoutError
 from compact_logits.integrations.slime.passes import Pass
 from compact_logits.integrations.slime.replay import nucleus_of
-from compact_logits.layouts import Layout, contiguous, packed, zigzag
+from compact_logits.rows import Layout, contiguous, packed, zigzag
 from compact_logits.megatron import Request, mark
 from compact_logits.megatron.kept_rows import ContextShare
 from compact_logits.rows import RowSelection

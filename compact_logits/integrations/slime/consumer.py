@@ -13,7 +13,7 @@ from torch import Tensor
 from compact_logits.errors import InputError, RefusedError
 from compact_logits.integrations.slime.batch import TokenList
 from compact_logits.integrations.slime.passes import rollout_temperature
-from compact_logits.megatron import Figures, Outcome, Request
+from compact_logits.megatron import HeadMetrics, Outcome, Request
 
 __all__ = ["log_probs_wrapper"]
 
@@ -28,7 +28,7 @@ _UNASKED = (
 def log_probs_wrapper(
     original: Callable[..., Any],
     redistribute: Callable[..., None],  # slime's own exchange from contiguous to zigzag context parallelism
-    figures: Figures,
+    figures: HeadMetrics,
 ) -> Callable[..., Any]:
     """Wrap slime's `get_log_probs_and_entropy`: the same result, from the head's scalars where the compact path ran.
 

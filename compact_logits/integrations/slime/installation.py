@@ -21,8 +21,8 @@ from compact_logits.integrations.slime.consumer import log_probs_wrapper
 from compact_logits.integrations.slime.passes import Pass, current_pass, of_forward_only, of_training, running
 from compact_logits.integrations.slime.recipe import Refusal, refusals
 from compact_logits.integrations.slime.step import step_wrapper
-from compact_logits.megatron import Figures
-from compact_logits.megatron.seam import NEEDED_PARAMETERS, postprocess_wrapper
+from compact_logits.megatron import HeadMetrics
+from compact_logits.megatron.postprocess import NEEDED_PARAMETERS, postprocess_wrapper
 from compact_logits.patching import Patch, PatchSet
 
 __all__ = ["Installation"]
@@ -36,7 +36,7 @@ class Installation:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.refused: list[Refusal] | None = None
-        self.figures = Figures()
+        self.figures = HeadMetrics()
         model = importlib.import_module("slime.backends.megatron_utils.model")
         data = importlib.import_module("slime.backends.megatron_utils.data")
         loss = importlib.import_module("slime.backends.megatron_utils.loss")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from compact_logits.scorers.log_prob_scorer import Entropy
-from compact_logits.validation import check_temperature
+from compact_logits.engine.validation import check_temperature
 
 __all__ = ["Pass", "current_pass", "of_forward_only", "of_training", "rollout_temperature", "running"]
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from compact_logits.errors import LayoutError
-from compact_logits.layouts import Layout
+from compact_logits.rows import Layout
 from compact_logits.rows import RowSelection
-from compact_logits.scorers.nucleus import Nucleus
+from compact_logits.scorers.top_p import TopPMask
 
 __all__ = ["nucleus_of"]
 
@@ -22,7 +22,7 @@ def nucleus_of(
     token_offsets: Sequence[Any],  # per sample (recorded + 1,): token `r` of the response kept ids[o[r]:o[r + 1]]
     layout: Layout,
     selection: RowSelection,
-) -> Nucleus:
+) -> TopPMask:
     """The nucleus of every kept row. A response token without recorded offsets, as slime has it, is not restricted.
 
     Loops over samples, never over tokens. Device synchronisation: one for each sample whose record is on the device.
@@ -46,7 +46,7 @@ def nucleus_of(
     row_of = layout.response_source[selection.host_indices]
     first, last = (torch.cat([torch.arange(0), *parts])[row_of] for parts in (starts, stops))
     flags = torch.cat([torch.zeros(0, dtype=torch.bool), *recorded])[row_of]
-    return Nucleus.build(torch.cat([torch.arange(0), *ids]), first, last, flags)
+    return TopPMask.build(torch.cat([torch.arange(0), *ids]), first, last, flags)
 
 
 def _host(value: Any) -> Tensor:  # (n,) int64 on the CPU

@@ -9,15 +9,15 @@ from typing import Any
 from megatron.core import parallel_state
 
 from compact_logits.integrations.slime.passes import current_pass
-from compact_logits.megatron import Figures
+from compact_logits.megatron import HeadMetrics
 
 __all__ = ["step_wrapper"]
 
 logger = logging.getLogger("compact_logits")
 
 
-def step_wrapper(original: Callable[..., Any], figures: Figures) -> Callable[..., Any]:
-    """Wrap slime's `train_one_step`: its metrics and, where the pass is compacted, the step's `Figures.metrics`.
+def step_wrapper(original: Callable[..., Any], figures: HeadMetrics) -> Callable[..., Any]:
+    """Wrap slime's `train_one_step`: its metrics and, where the pass is compacted, the step's `HeadMetrics.metrics`.
 
     slime logs what is returned, each key behind `train/`, on one rank of all; that rank, and no other, also writes one
     line. The figures are of that rank's own micro-batches. No collective, no device synchronisation.

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from compact_logits.config import Config
 from compact_logits.errors import ConfigError, PatchError
-from compact_logits.findings import Finding
-from compact_logits.host_values import shown
+from compact_logits.diagnostics import Diagnostic
+from compact_logits.host_values import describe
 from compact_logits.integrations.torchforge.hidden import compute_logprobs_from_hidden
 from compact_logits.integrations.torchforge.logits import compute_logprobs
 
@@ -63,26 +63,26 @@ def uninstall() -> None:
         _installation = None
 
 
-def check() -> list[Finding]:
+def check() -> list[Diagnostic]:
     """What is on, off or refused in this process, and why. Changes nothing and installs nothing."""
     name = "torchforge"
     if _installation is not None:
         refused = list(_installation.refused)
         if refused:
-            return [Finding(name, "refused", reason, "see the reason") for reason in refused]
-        return [Finding(name, "on", f"installed, mode {_installation.config.mode}")]
+            return [Diagnostic(name, "refused", reason, "see the reason") for reason in refused]
+        return [Diagnostic(name, "on", f"installed, mode {_installation.config.mode}")]
     config = Config.from_env(os.environ)
     if importlib.util.find_spec("forge") is None:
-        return [Finding(name, "off", "torchforge is not on this Python's path", "run this where it is installed")]
+        return [Diagnostic(name, "off", "torchforge is not on this Python's path", "run this where it is installed")]
     if not config.enabled:
-        return [Finding(name, "off", "COMPACT_LOGITS is unset or 0", "export COMPACT_LOGITS=1")]
+        return [Diagnostic(name, "off", "COMPACT_LOGITS is unset or 0", "export COMPACT_LOGITS=1")]
     try:
         from compact_logits.integrations.torchforge.installation import Installation
 
         Installation(config, compile=False)
     except (ImportError, PatchError) as error:
-        return [Finding(name, "refused", str(error), f"proven: {'; '.join(SUPPORTED)}")]
-    return [Finding(name, "off", "not installed in this process", f"call {__name__}.install() in each actor")]
+        return [Diagnostic(name, "refused", str(error), f"proven: {'; '.join(SUPPORTED)}")]
+    return [Diagnostic(name, "off", "not installed in this process", f"call {__name__}.install() in each actor")]
 
 
 def _asks_for_compilation(args: Any) -> bool:
@@ -94,5 +94,5 @@ def _asks_for_compilation(args: Any) -> bool:
     if asked is None or callable(asked):  # no such setting, or a module's method of that name
         return False
     if not isinstance(asked, bool):
-        raise ConfigError(f"compile must be True or False, or have an enable that is, got {shown(asked)}")
+        raise ConfigError(f"compile must be True or False, or have an enable that is, got {describe(asked)}")
     return asked

@@ -9,10 +9,10 @@ from einops import rearrange
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from compact_logits.dtensor import VocabPlacement, chunk_bounds
+from compact_logits.engine.dtensor import VocabPlacement, chunk_bounds
 from compact_logits.errors import InputError
-from compact_logits.exchange import SequenceSharded
-from compact_logits.vocab_parallel import VocabShard
+from compact_logits.engine.row_gather import SequenceSharded
+from compact_logits.engine.vocab_shard import VocabShard
 
 __all__ = ["HeadPlacement", "Positions"]
 

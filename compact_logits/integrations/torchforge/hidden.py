@@ -6,8 +6,8 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from compact_logits import validation
-from compact_logits.asked_alike import AskedAlike
+from compact_logits.engine import validation
+from compact_logits.engine.rank_check import AskedAlike
 from compact_logits.errors import InputError
 from compact_logits.integrations.torchforge.head import refuse_sharded_by_fsdp, through_head
 from compact_logits.integrations.torchforge.head_placement import HeadPlacement
@@ -18,7 +18,7 @@ from compact_logits.integrations.torchforge.targets import (
     log_prob_scorer,
     window_settings,
 )
-from compact_logits.projection import as_autocast, score_hidden
+from compact_logits.engine.linear import as_autocast, score_hidden
 
 __all__ = ["compute_logprobs_from_hidden"]
 

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from compact_logits import validation
-from compact_logits.asked_alike import AskedAlike
-from compact_logits.dtensor import VocabPlacement
+from compact_logits.engine import validation
+from compact_logits.engine.rank_check import AskedAlike
+from compact_logits.engine.dtensor import VocabPlacement
 from compact_logits.errors import InputError
-from compact_logits.given_logits import score_logits
+from compact_logits.engine.logits import score_logits
 from compact_logits.integrations.torchforge.targets import (
     Targets,
     aligned_window,
@@ -18,7 +18,7 @@ from compact_logits.integrations.torchforge.targets import (
     log_prob_scorer,
     window_settings,
 )
-from compact_logits.vocab_parallel import VocabShard
+from compact_logits.engine.vocab_shard import VocabShard
 
 __all__ = ["compute_logprobs", "place_logits"]
 

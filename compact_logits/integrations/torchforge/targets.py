@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from compact_logits import validation
-from compact_logits.dtensor import VocabPlacement
+from compact_logits.engine import validation
+from compact_logits.engine.dtensor import VocabPlacement
 from compact_logits.errors import InputError
 from compact_logits.scorers.compiled import CompiledLogProbScorer
 from compact_logits.scorers.log_prob_scorer import LogProbScorer
-from compact_logits.vocab_parallel import VocabShard
+from compact_logits.engine.vocab_shard import VocabShard
 
 __all__ = ["Targets", "aligned_window", "check_settings", "log_prob_scorer", "window_settings"]
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from compact_logits.config import Config
 from compact_logits.errors import PatchError
-from compact_logits.findings import Finding
+from compact_logits.diagnostics import Diagnostic
 
 if TYPE_CHECKING:
     from compact_logits.integrations.verl.installation import Installation
@@ -55,27 +55,27 @@ def uninstall() -> None:
         _installation = None
 
 
-def check() -> list[Finding]:
+def check() -> list[Diagnostic]:
     """What is on, off or refused in this process, and why. Changes nothing and installs nothing."""
     config = Config.from_env(os.environ)
     if _installation is not None:
-        findings = [Finding("verl", "on", f"installed, COMPACT_LOGITS={config.mode}")]
+        findings = [Diagnostic("verl", "on", f"installed, COMPACT_LOGITS={config.mode}")]
         if _installation.tail_mode.native:
             reason = "this verl has a loss mode forward_kl_topk_tail of its own, which keeps its own path"
-            findings.append(Finding("verl forward_kl_topk_tail", "refused", reason, f"proven: {'; '.join(SUPPORTED)}"))
+            findings.append(Diagnostic("verl forward_kl_topk_tail", "refused", reason, f"proven: {'; '.join(SUPPORTED)}"))
         return findings
     if importlib.util.find_spec("verl") is None:
-        return [Finding("verl", "off", "verl is not on this Python's path", "run this where verl is installed")]
+        return [Diagnostic("verl", "off", "verl is not on this Python's path", "run this where verl is installed")]
     if not config.enabled:
-        return [Finding("verl", "off", "COMPACT_LOGITS is unset or 0", "export COMPACT_LOGITS=1")]
+        return [Diagnostic("verl", "off", "COMPACT_LOGITS is unset or 0", "export COMPACT_LOGITS=1")]
     try:
         from compact_logits.integrations.verl.installation import Installation
 
         Installation(config)
     except (ImportError, PatchError) as error:
-        return [Finding("verl", "refused", str(error), f"proven: {'; '.join(SUPPORTED)}")]
+        return [Diagnostic("verl", "refused", str(error), f"proven: {'; '.join(SUPPORTED)}")]
     remedy = "leave VERL_USE_EXTERNAL_PLUGINS at auto, or call compact_logits.integrations.verl.install()"
-    return [Finding("verl", "off", "not installed in this process", remedy)]
+    return [Diagnostic("verl", "off", "not installed in this process", remedy)]
 
 
 def __getattr__(name: str) -> object:

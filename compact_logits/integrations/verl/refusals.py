@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from compact_logits.errors import ConfigError
-from compact_logits.host_values import shown
+from compact_logits.host_values import describe
 from compact_logits.integrations.verl.tail_mode import TAIL_MODE
 
 __all__ = ["batch_wrapper", "check_loss"]
@@ -35,7 +35,7 @@ def check_loss(loss_config: Any, strategy: str, *, fused: bool) -> None:
     if mode == TAIL_MODE and strategy != "megatron":
         raise ConfigError(
             f"loss_mode={TAIL_MODE} needs a student tail mass with a gradient, which of verl's back ends only megatron "
-            f"gives here, got strategy={shown(strategy)}; use megatron, or loss_mode=forward_kl_topk"
+            f"gives here, got strategy={describe(strategy)}; use megatron, or loss_mode=forward_kl_topk"
         )
     if strategy == "megatron" and getattr(loss_config.loss_settings, "use_topk", False) and fused:
         raise ConfigError(

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from compact_logits.config import Config
 from compact_logits.errors import ConfigError, InputError, RefusedError
-from compact_logits.host_values import as_index, shown
+from compact_logits.host_values import as_index, describe
 from compact_logits.integrations.verl.tail_mode import TAIL_MODE, tail_mass_eps
 from compact_logits.scorers.topk_kl import topk_kl
-from compact_logits.validation import check_flag
-from compact_logits.vocab_parallel import VocabShard
+from compact_logits.engine.validation import check_flag
+from compact_logits.engine.vocab_shard import VocabShard
 
 __all__ = ["Request", "forward_kl_wrapper", "topk_loss_wrapper", "vocab_parallel_kl_wrapper"]
 
@@ -47,7 +47,7 @@ class Request:
         rows = getattr(loss_config, "chunked_topk_chunk_size", None) if chunked else None
         chunk_rows = as_index(rows)
         if rows is not None and (chunk_rows is None or chunk_rows < 1):
-            raise ConfigError(f"chunked_topk_chunk_size must be a positive whole number of tokens, got {shown(rows)}")
+            raise ConfigError(f"chunked_topk_chunk_size must be a positive whole number of tokens, got {describe(rows)}")
         return cls(
             wants_tail=wants_tail,
             tail_mass_eps=tail_mass_eps(loss_config) if wants_tail else cls.tail_mass_eps,

@@ -1,0 +1,172 @@
+"""The kernels in Triton, for CUDA. What each computes is defined in `torch_kernels`."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from compact_logits.engine.kernels.row_stats import LEAST_EXPONENT as _LEAST_EXPONENT
+
+__all__ = ["row_stats_", "softmax_grad_", "write_at_"]
+
+LEAST_EXPONENT = tl.constexpr(_LEAST_EXPONENT)
+
+STATS_BLOCK, GRAD_BLOCK, WRITE_BLOCK = 4096, 2048, 256  # elements a program holds at a time
+
+
+@triton.jit
+def row_stats_kernel(
+    stats,  # (rows, WIDTH) fp64, contiguous
+    logits,  # (rows, columns), a row is contiguous
+    stride,
+    inverse_temperature,  # (rows,) fp32
+    columns,
+    MOMENT: tl.constexpr,
+    SQUARES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program a row: the online softmax of its columns in fp32, then merged with `stats` in fp64."""
+    row = tl.program_id(0).to(tl.int64)
+    scale = tl.load(inverse_temperature + row)
+    here = logits + row * stride
+    maximum = tl.full((), float("-inf"), tl.float32)
+    total, moment, squares = 0.0, 0.0, 0.0
+    for start in range(0, columns, BLOCK):
+        offsets = start + tl.arange(0, BLOCK)
+        z = tl.load(here + offsets, mask=offsets < columns, other=float("-inf")).to(tl.float32) * scale
+        new = tl.maximum(maximum, tl.max(z, 0))
+        base = tl.where(new == float("-inf"), 0.0, new)  # a row of -inf so far
+        shift = tl.maximum(maximum - base, LEAST_EXPONENT)
+        rescale = tl.exp(shift)
+        z = z - base
+        if MOMENT:
+            z = tl.where(z < LEAST_EXPONENT, LEAST_EXPONENT, z)  # not tl.maximum: NaN must pass
+        exp = tl.exp(z)
+        if MOMENT:
+            moment = rescale * (moment + shift * total) + tl.sum(z * exp, 0)
+        if SQUARES:
+            squares = rescale * rescale * squares + tl.sum(exp * exp, 0)
+        total = rescale * total + tl.sum(exp, 0)
+        maximum = new
+
+    out = stats + row * WIDTH
+    before, maximum = tl.load(out), maximum.to(tl.float64)
+    new = tl.maximum(before, maximum)
+    base = tl.where(new == float("-inf"), 0.0, new)
+    shift_before = tl.maximum(before - base, LEAST_EXPONENT)
+    shift = tl.maximum(maximum - base, LEAST_EXPONENT)
+    weight_before, weight = tl.exp(shift_before), tl.exp(shift)
+    total_before, total = tl.load(out + 1), total.to(tl.float64)
+    tl.store(out, new)
+    tl.store(out + 1, weight_before * total_before + weight * total)
+    if MOMENT:
+        before = weight_before * (tl.load(out + 2) + shift_before * total_before)
+        tl.store(out + 2, before + weight * (moment.to(tl.float64) + shift * total))
+    if SQUARES:
+        before = weight_before * weight_before * tl.load(out + WIDTH - 1)
+        tl.store(out + WIDTH - 1, before + weight * weight * squares.to(tl.float64))
+
+
+@triton.jit
+def softmax_grad_kernel(
+    logits,  # (rows, columns), a row is contiguous
+    stride,
+    inverse_temperature,  # (rows,) fp32, as the three that follow
+    shift,
+    scale,
+    slope,
+    columns,
+    SLOPE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    offsets = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    here = logits + row * stride + offsets
+    z = tl.load(here, mask=offsets < columns, other=float("-inf")).to(tl.float32)
+    z = z * tl.load(inverse_temperature + row) - tl.load(shift + row)
+    factor = tl.load(scale + row)
+    if SLOPE:
+        factor = factor + tl.load(slope + row) * tl.where(z < LEAST_EXPONENT, LEAST_EXPONENT, z)
+    tl.store(here, (tl.exp(z) * factor).to(logits.dtype.element_ty), mask=offsets < columns)
+
+
+@triton.jit
+def write_at_kernel(
+    logits,  # (rows, columns), a row is contiguous
+    stride,
+    ids,  # (rows, count) int64, contiguous
+    values,  # (rows, count), contiguous
+    first,
+    columns,
+    count,
+    total,  # rows * count
+    BLOCK: tl.constexpr,
+):
+    entry = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = entry < total
+    column = tl.load(ids + entry, mask=inside, other=-1) - first
+    value = tl.load(values + entry, mask=inside, other=0.0)
+    here = logits + (entry // count) * stride + column
+    tl.store(here, value.to(logits.dtype.element_ty), mask=inside & (column >= 0) & (column < columns))
+
+
+def row_stats_(stats: Tensor, logits: Tensor, inverse_temperature: Tensor, moment: bool, squares: bool) -> None:
+    rows, columns = logits.shape
+    block = _block(columns, STATS_BLOCK)
+    row_stats_kernel[(rows,)](
+        stats,
+        _checked(logits),
+        logits.stride(0),
+        inverse_temperature.contiguous(),
+        columns,
+        moment,
+        squares,
+        stats.shape[1],
+        block,
+        num_warps=8 if block > 1024 else 4,
+    )
+
+
+def softmax_grad_(
+    logits: Tensor, inverse_temperature: Tensor, shift: Tensor, scale: Tensor, slope: Tensor | None
+) -> None:
+    rows, columns = logits.shape
+    block = _block(columns, GRAD_BLOCK)
+    softmax_grad_kernel[(rows, triton.cdiv(columns, block))](
+        _checked(logits),
+        logits.stride(0),
+        *[each.contiguous() for each in (inverse_temperature, shift, scale, scale if slope is None else slope)],
+        columns,
+        slope is not None,
+        block,
+        num_warps=4,
+    )
+
+
+def write_at_(logits: Tensor, ids: Tensor, values: Tensor, first: int) -> None:
+    total = ids.numel()
+    write_at_kernel[(triton.cdiv(total, WRITE_BLOCK),)](
+        _checked(logits),
+        logits.stride(0),
+        ids.contiguous(),
+        values.contiguous(),
+        first,
+        logits.shape[1],
+        ids.shape[1],
+        total,
+        WRITE_BLOCK,
+        num_warps=4,
+    )
+
+
+def _block(columns: int, most: int) -> int:
+    return min(most, max(128, triton.next_power_of_2(columns)))
+
+
+def _checked(logits: Tensor) -> Tensor:
+    assert logits.stride(1) == 1 or logits.shape[1] == 1, f"a row must be contiguous, got strides {logits.stride()}"
+    assert logits.dtype in (torch.float32, torch.bfloat16, torch.float16), logits.dtype
+    return logits

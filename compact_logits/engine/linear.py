@@ -1,0 +1,165 @@
+"""Hidden states to per-row scalars: the output projection, slice by slice of the vocabulary, and its gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from compact_logits.engine.matmul import add_product_, project, unrounded_dtype
+from compact_logits.engine.row_gather import Local, Replicated, RowGather
+from compact_logits.engine.slices import VocabSlices, accumulation_dtype, vocab_slices
+from compact_logits.engine.weight_grad import ReturnedWeightGrad, WeightGrad
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from compact_logits.engine.scorer import Scorer
+
+__all__ = ["as_autocast", "score_hidden", "slices_of"]
+
+
+def score_hidden(
+    hidden: Tensor,  # (local rows, hidden)
+    weight: Tensor,  # (vocab_local, hidden)
+    bias: Tensor | None,  # (vocab_local,)
+    scorer: Scorer,
+    *,
+    gather: RowGather | None = None,
+    group: ProcessGroup | None = None,
+    weight_grad: Callable[[Tensor], WeightGrad] = ReturnedWeightGrad,
+    chunk_bytes: int | None = None,
+    fp32_logits: bool = False,
+) -> tuple[Tensor, ...]:  # the scorer's outputs, each (projected rows, ...)
+    """Run `scorer` over `hidden @ weight.T + bias`, of which `chunk_bytes` are held at a time (`vocab_slices`).
+
+    `gather` says how local rows become the projected ones (default: the same rows on every rank of `group`, the
+    vocabulary's group, or one rank where that is `None`). `weight_grad` says where the weight's gradient goes.
+    `fp32_logits` leaves out the rounding of 16-bit logits; `InputError` where the device has no such product.
+
+    Gradients have the dtypes of their inputs. That of the rows is summed over the slices in fp32 and rounded once; that
+    of each row of the weight is one product. Of padded columns (`scorer.shard`) both are exactly zero.
+    Memory: saved for backward are the projected rows, O(rows) scalars and the logits of as many slices as the budget
+    holds beside the one being formed; backward overwrites them. A second backward recomputes them.
+    Collectives: those of `gather` and of `scorer.merge`, whatever the number of slices and also with zero rows.
+    """
+    if gather is None:
+        gather = Local() if group is None or group.size() == 1 else Replicated(group)
+    dtype = unrounded_dtype(hidden) if fp32_logits else hidden.dtype
+    # Asked here: inside forward, needs_input_grad is true under no_grad as well.
+    keep = torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in (hidden, weight, bias))
+    return _ScoreHidden.apply(hidden, weight, bias, scorer, gather, weight_grad, chunk_bytes, dtype, keep)
+
+
+def slices_of(
+    scorer: Scorer,
+    rows: int,
+    weight: Tensor,  # (vocab_local, hidden)
+    logits: torch.dtype,
+    chunk_bytes: int | None,
+) -> VocabSlices:
+    """How `score_hidden` cuts the vocabulary for so many projected rows."""
+    columns, hidden = min(scorer.shard.size, weight.shape[0]), weight.shape[1]
+    return vocab_slices(rows, columns, hidden, logits, weight.device, chunk_bytes)
+
+
+class _ScoreHidden(torch.autograd.Function):
+    """One node a micro-batch, so that DDP sees one gradient for the weight however many slices there were."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        scorer: Scorer,
+        gather: RowGather,
+        weight_grad: Callable[[Tensor], WeightGrad],
+        chunk_bytes: int | None,
+        dtype: torch.dtype,
+        keep: bool,
+    ) -> tuple[Tensor, ...]:
+        rows = gather.gather(hidden)
+        slices = slices_of(scorer, rows.shape[0], weight, dtype, chunk_bytes)
+        stats, kept = scorer.new_stats(), []
+        for index, columns in enumerate(slices):
+            logits = project(rows, weight[columns], None if bias is None else bias[columns], dtype)
+            scorer.add_slice_(stats, logits, scorer.shard.start + columns.start)
+            if keep and index < slices.kept:
+                kept.append(logits)
+            del logits  # before the next slice is formed
+        outputs, saved = scorer.merge(stats)
+        # All as saved tensors, so that checkpointing frees them and offloading sees them.
+        ctx.save_for_backward(rows, weight, bias, *scorer.inputs, *saved, *kept)
+        ctx.counts = len(scorer.inputs), len(saved)
+        ctx.scorer, ctx.gather, ctx.weight_grad, ctx.slices, ctx.dtype = scorer, gather, weight_grad, slices, dtype
+        ctx.kept_are_logits = True
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*[o for o, d in zip(outputs, scorer.differentiable, strict=True) if not d])
+        return outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        rows, weight, bias, *rest = ctx.saved_tensors
+        inputs, saved_count = ctx.counts
+        saved, kept = rest[inputs : inputs + saved_count], rest[inputs + saved_count :]
+        # Kept logits are overwritten through `data`, which autograd does not count. A second backward recomputes them.
+        kept = [each.data.contiguous() for each in kept] if ctx.kept_are_logits else []
+        ctx.kept_are_logits = False
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        scorer, slices, wide = ctx.scorer, ctx.slices, accumulation_dtype(rows.dtype)
+        grad = scorer.logits_grad(tuple(saved), grads)
+        d_weight = ctx.weight_grad(weight) if needs_weight else None
+        d_bias = torch.zeros_like(bias) if needs_bias else None
+        d_rows = rows.new_zeros(rows.shape, dtype=wide if len(slices) > 1 else None) if needs_hidden else None
+        reduced = None
+        for index, columns in enumerate(slices):
+            if index < len(kept):
+                logits = kept[index]
+            else:
+                logits = project(rows, weight[columns], None if bias is None else bias[columns], ctx.dtype)
+            grad.write_(logits, scorer.shard.start + columns.start)
+            d_logits = logits.to(rows.dtype)
+            del logits
+            if d_rows is not None:
+                if len(slices) == 1:
+                    torch.mm(d_logits, weight[columns], out=d_rows)
+                else:
+                    add_product_(d_rows, d_logits, weight[columns])
+                if index == len(slices) - 1:  # the sum over the ranks runs beside the weight's last product
+                    reduced = ctx.gather.start_reduce(d_rows.to(rows.dtype))
+            if d_weight is not None:
+                d_weight.add(columns, d_logits, rows)
+            if d_bias is not None:
+                d_bias[columns] = d_logits.sum(dim=0, dtype=wide)
+            del d_logits
+        if d_rows is not None and reduced is None:  # this rank has no columns, and its peers wait for it
+            reduced = ctx.gather.start_reduce(d_rows)
+        return (
+            None if reduced is None else reduced(),
+            None if d_weight is None else d_weight.finish(),
+            d_bias,
+            *[None] * 6,
+        )
+
+
+def as_autocast(
+    hidden: Tensor,  # (rows, hidden)
+    weight: Tensor,  # (vocab_local, hidden)
+    bias: Tensor | None,  # (vocab_local,)
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The three in the dtype that a linear layer would compute in here: autocast's where it is on."""
+    device_type = hidden.device.type
+    # Where a device has no autocast at all, as meta has none, to ask whether it is on is an error.
+    if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
+        return hidden, weight, bias
+    dtype = torch.get_autocast_dtype(device_type)
+
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor if tensor.dtype == torch.float64 else tensor.to(dtype)  # autocast passes fp64 by
+
+    return cast(hidden), cast(weight), None if bias is None else cast(bias)

@@ -1,0 +1,116 @@
+"""The same scorers over logits that exist already."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from einops import rearrange
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from compact_logits.engine.slices import default_budget
+
+if TYPE_CHECKING:
+    from compact_logits.engine.scorer import Scorer
+
+__all__ = ["rows_of", "score_logits"]
+
+
+def rows_of(
+    logits: Tensor,  # (..., vocab_local)
+) -> Tensor:  # (rows, vocab_local) or (batch, rows, vocab_local)
+    """One axis of rows, but two where the strides of the two let no view join them."""
+    if logits.dim() == 3 and logits.shape[1] > 1 and logits.stride(0) != logits.shape[1] * logits.stride(1):
+        return logits
+    return rearrange(logits, "... vocab -> (...) vocab")
+
+
+def score_logits(
+    logits: Tensor,  # (rows, vocab_local) or (batch, rows, vocab_local), any strides
+    scorer: Scorer,
+    *,
+    window: slice | Tensor = slice(None),  # a Tensor is (kept,) int64, distinct rows of 2-D logits
+    overwrite: bool = False,
+    chunk_bytes: int | None = None,
+) -> tuple[Tensor, ...]:  # the scorer's outputs, each (batch * rows of the window, ...)
+    """Run `scorer` over the rows of `logits` in `window`, without writing to them.
+
+    `window` cuts the `rows` axis; the scorer's rows are those inside, batch by batch. Rows outside get zero gradient.
+
+    Memory: saved for backward are the logits themselves and O(rows) scalars; backward adds their gradient, in their
+    dtype; with `overwrite` it puts the gradient where the logits are instead, which autograd then knows to be changed.
+    Where rows must be copied (a Tensor as window, a scorer that writes to logits, columns that are not adjacent), so
+    many at a time as take `chunk_bytes`. Collectives: those of `scorer.merge`.
+    """
+    assert not overwrite or isinstance(window, Tensor) or window == slice(None)
+    return _ScoreLogits.apply(logits, scorer, window, overwrite, chunk_bytes)
+
+
+class _ScoreLogits(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, scorer: Scorer, window: slice | Tensor, overwrite: bool, chunk_bytes: int | None
+    ) -> tuple[Tensor, ...]:
+        parts, counted = [], scorer.shard.size
+        copied = not isinstance(window, Tensor) and (scorer.writes_logits or logits.stride(-1) != 1)
+        for given, rows in _blocks(logits, window, chunk_bytes, copied=copied):
+            part = scorer.of_rows(rows)
+            block = given.clone(memory_format=torch.contiguous_format) if copied else given
+            parts.append(part.new_stats())
+            part.add_slice_(parts[-1], block[:, :counted], scorer.shard.start)
+        parts = parts or [scorer.new_stats()]
+        outputs, saved = scorer.merge(tuple(torch.cat(each) for each in zip(*parts, strict=True)))
+        ctx.save_for_backward(logits, *scorer.inputs, *saved)
+        ctx.scorer, ctx.window, ctx.overwrite, ctx.chunk_bytes = scorer, window, overwrite, chunk_bytes
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*[o for o, d in zip(outputs, scorer.differentiable, strict=True) if not d])
+        return outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        logits, *rest = ctx.saved_tensors
+        scorer, window = ctx.scorer, ctx.window
+        grad, counted = scorer.logits_grad(tuple(rest[len(scorer.inputs) :]), grads), scorer.shard.size
+        d_logits = logits.detach()
+        if not ctx.overwrite:
+            d_logits = torch.zeros_like(logits, memory_format=torch.contiguous_format)
+        blocks = _blocks(logits, window, ctx.chunk_bytes), _blocks(d_logits, window, ctx.chunk_bytes)
+        for (given, rows), (block, _) in zip(*blocks, strict=True):
+            if not ctx.overwrite:
+                block.copy_(given)
+            grad.of_rows(rows).write_(block[:, :counted], scorer.shard.start)
+            block[:, counted:] = 0.0
+            if isinstance(window, Tensor):
+                d_logits.index_copy_(0, window[rows], block)
+        if ctx.overwrite and isinstance(window, Tensor):
+            dropped = torch.ones(logits.shape[0], dtype=torch.bool, device=logits.device)
+            d_logits.masked_fill_(dropped.index_fill_(0, window, False)[:, None], 0.0)
+        return d_logits, None, None, None, None
+
+
+def _blocks(
+    logits: Tensor,  # (rows, vocab_local) or (batch, rows, vocab_local)
+    window: slice | Tensor,
+    chunk_bytes: int | None,
+    *,
+    copied: bool = False,  # by the caller, block by block
+) -> Iterator[tuple[Tensor, slice]]:
+    """Blocks of rows, and which of the scorer's rows each holds: views where the window is a slice, one for each
+    sequence of a batch, copies where it is a Tensor. What is copied takes `chunk_bytes` at a time."""
+    budget = default_budget(logits.device) if chunk_bytes is None else chunk_bytes
+    height = max(budget // max(logits.shape[-1] * logits.element_size(), 1), 1)
+    before = 0
+    if isinstance(window, Tensor):
+        for rows in window.split(height):
+            yield logits.index_select(0, rows), slice(before, before + rows.shape[0])
+            before += rows.shape[0]
+        return
+    for sequence in logits if logits.dim() == 3 else (logits,):
+        inside = sequence[window]
+        for block in inside.split(height if copied else max(inside.shape[0], 1)):
+            if block.shape[0]:
+                yield block, slice(before, before + block.shape[0])
+                before += block.shape[0]

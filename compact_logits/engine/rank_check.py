@@ -1,0 +1,249 @@
+"""Whether all ranks of a group make the same call, found out before any message whose size they could disagree on."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from types import TracebackType
+from typing import TYPE_CHECKING
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+
+from compact_logits.engine.collectives import all_gather
+from compact_logits.engine.validation import check_flag
+from compact_logits.engine.vocab_shard import VocabShard
+from compact_logits.errors import DisagreementError, InputError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = [
+    "RankCheck",
+    "check_cover",
+    "check_ids",
+    "digest",
+    "fingerprint",
+    "gather_facts",
+    "id_bounds",
+    "raise_difference",
+    "rank_message",
+]
+
+# SplitMix64's increment and first multiplier, as signed numbers: int64 products wrap around.
+_INCREMENT = 0x9E3779B97F4A7C15 - 2**64
+_MULTIPLIER = 0xBF58476D1CE4E5B9 - 2**64
+
+# Whether a rank refuses its arguments, both ends of its shard, its least and largest id, and the facts of `compare`.
+_NUMBERS = 14
+
+_compared: WeakSet[ProcessGroup] = WeakSet()
+
+
+class RankCheck:
+    """Context manager around the checks of one call's arguments: on exit, the ranks compare what each was asked.
+
+    All ranks of the vocabulary's group raise the same `DisagreementError` where they were asked different things, or
+    where their shards do not cover the vocabulary once, and the same `InputError` where an id is in no shard. If any
+    rank rejects its arguments, every rank raises.
+
+    `check_ranks`: True for every call, False for none, None for a group's first call, since the answer is waited for on
+    the host. Collectives: one all-gather of 112 bytes a rank; none where the shard has no other ranks and for tensors
+    without memory (meta).
+    """
+
+    def __init__(
+        self,
+        function: str,  # name
+        shard: object,  # a VocabShard, unless what the caller passed is none
+        check_ranks: object,
+        *arguments: object,  # the message travels on the device of the first tensor among them
+    ) -> None:
+        self._function = function
+        self._check_ranks = check_ranks
+        self._shard = shard if isinstance(shard, VocabShard) else VocabShard(0, 0)
+        devices = [each.device for each in arguments if isinstance(each, Tensor)]
+        self._device = devices[0] if devices else torch.device("cpu")
+        group = self._shard.group if self._shard.sharded else None
+        if self._device.type == "meta":
+            group = None
+        if check_ranks is False or (check_ranks is None and group is not None and group in _compared):
+            group = None
+        self._group = group
+        self._facts: dict[str, int | Tensor] = {}
+        self._ids = torch.zeros(0, dtype=torch.int64)
+        self._vocab_size: int | None = None
+
+    def compare(
+        self,
+        ids: Tensor,  # (kept, ...) int64, global
+        temperature: float | Tensor,  # scalar or (kept,)
+        settings: Mapping[str, object],  # by name; what they print is compared
+        *,
+        vocab_size: int | None = None,  # ids from here on are padding
+        rows: int | None = None,  # of which those kept were chosen; None for these
+        place: Tensor | None = None,  # (kept,) int64, among all rows
+        teacher: Tensor | None = None,  # (kept, k), log-probs
+        hidden: Tensor | None = None,  # (..., hidden), whose gradient the ranks sum
+    ) -> None:
+        """What this rank was asked, for the exit. Raises `InputError` where `check_ranks` is no switch."""
+        if self._check_ranks is not None:
+            check_flag("check_ranks", self._check_ranks)
+        if self._group is None:
+            return
+        nothing = torch.zeros(0)
+        needs_grad = torch.is_grad_enabled() and hidden is not None and hidden.requires_grad
+        self._ids, self._vocab_size = ids, vocab_size
+        self._facts = {
+            "the function": fingerprint(self._function),
+            "the number of rows": ids.shape[0] if rows is None else rows,
+            "the number of kept rows": ids.shape[0],
+            "whether the hidden states need a gradient": int(needs_grad),
+            f"one of {', '.join(settings)}": fingerprint(*settings.values(), vocab_size),
+            "the place of the kept rows": digest(nothing if place is None else place),
+            "the target ids" if teacher is None else "the teacher's ids": digest(ids),
+            "the teacher's log-probs": digest(nothing if teacher is None else teacher),
+            "the temperature": digest(torch.as_tensor(temperature, dtype=torch.float64)),
+        }
+
+    def __enter__(self) -> RankCheck:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._group is None:
+            return
+        if error is None:
+            self._raise_difference()
+            _compared.add(self._group)
+        elif isinstance(error, InputError):
+            # The caller's own error is what matters here, also where the others cannot be told.
+            with suppress(Exception):
+                gather_facts(self._group, [1] + [0] * (_NUMBERS - 1), self._device)
+
+    def _raise_difference(self) -> None:
+        assert self._group is not None
+        bounds = id_bounds(self._ids)
+        values = [0, self._shard.start, self._shard.stop, *bounds, *self._facts.values()]
+        assert len(values) == _NUMBERS
+        refused, starts, stops, least, largest, *others = gather_facts(self._group, values, self._device)
+        refusing = [f"rank {rank}" for rank, flag in enumerate(refused) if flag]
+        if refusing:
+            raise InputError(
+                f"{' and '.join(refusing)} of the group that shares this vocabulary refused what {self._function} was "
+                f"given there, so that no rank computes it; the error raised there says why"
+            )
+        raise_difference(self._facts, others)
+        check_cover(list(zip(starts, stops, strict=True)))
+        check_ids(least[0], largest[0], max(stops) if self._vocab_size is None else self._vocab_size)
+
+
+def digest(
+    values: Tensor,  # (...), numbers of any dtype
+) -> Tensor:  # () int64, on the device of `values`
+    """A number that stands for the values and their order. No synchronisation."""
+    flat = values.detach().flatten()
+    bits = flat.double().view(torch.int64) if flat.is_floating_point() else flat.to(torch.int64)
+    mixed = bits + torch.arange(1, flat.shape[0] + 1, device=flat.device) * _INCREMENT
+    mixed = (mixed ^ (mixed >> 30)) * _MULTIPLIER
+    return (mixed ^ (mixed >> 27)).sum()
+
+
+def fingerprint(*settings: object) -> Tensor:  # () int64, on the CPU
+    """A number that stands for what the settings print."""
+    return torch.tensor(zlib.crc32(repr(settings).encode()), device="cpu")
+
+
+def id_bounds(
+    ids: Tensor,  # (...) int64
+) -> tuple[int | Tensor, int | Tensor]:
+    """The least and the largest id, on their device. No synchronisation."""
+    return (ids.amin(), ids.amax()) if ids.numel() else (0, 0)
+
+
+def check_ids(least: int, largest: int, vocab: int) -> None:
+    """Raise `InputError` unless all ids are in the vocabulary."""
+    if least < 0 or largest >= vocab:
+        wrong = least if least < 0 else largest
+        raise InputError(
+            f"the ids of the rows must be from 0 to {vocab - 1}, which is all that the ranks' shards hold, got {wrong}; "
+            f"pass the tokens of the model's own vocabulary"
+        )
+
+
+def gather_facts(
+    group: ProcessGroup,
+    values: Sequence[int | Tensor],  # a tensor is () int64, on any device
+    device: torch.device,
+) -> list[tuple[int, ...]]:  # of each value, that of every rank
+    """Every rank's values, which must be as many on each.
+
+    Collectives: one all-gather of 8 bytes a value and rank, whatever the values are; its result is waited for on the
+    host. A rank that does not come makes the others raise the error of the back end when the group's timeout is over.
+    """
+    return list(zip(*rank_message(group, values, device).tolist(), strict=True))
+
+
+def rank_message(
+    group: ProcessGroup,
+    values: Sequence[int | Tensor],  # a tensor is () int64, on any device
+    device: torch.device,
+) -> Tensor:  # (ranks, values) int64, on `device`
+    """As `gather_facts`, before the wait: what the host knows travels in one copy, what the device knows stays there."""
+    elsewhere = {place: value for place, value in enumerate(values) if isinstance(value, Tensor) and not value.is_cpu}
+    numbers = [0 if place in elsewhere else int(value) for place, value in enumerate(values)]
+    sent = torch.tensor(numbers, dtype=torch.int64, device="cpu").to(device, non_blocking=True)
+    for place, value in elsewhere.items():
+        sent[place] = value
+    received = sent.new_empty(group.size() * sent.shape[0])
+    all_gather(received, sent, group)
+    return received.view(group.size(), -1)
+
+
+def raise_difference(
+    facts: Mapping[str, int | Tensor],  # what must be the same; a tensor stands for more than it says
+    of_ranks: Sequence[tuple[int, ...]],  # of each fact, that of every rank
+) -> None:
+    """Raise the same `DisagreementError` on every rank for the first fact that is not the same on all of them.
+
+    Without it, ranks with other row counts exchange messages of other sizes: gloo then ends the process of the rank
+    that expects less, NCCL waits or mixes up memory; and ranks with other targets return numbers that no rank can tell
+    are wrong. Every rank must pass the same names.
+    """
+    for (name, fact), values in zip(facts.items(), of_ranks, strict=True):
+        if len(set(values)) > 1:
+            difference = _of_numbers(name, values) if isinstance(fact, int) else _of_digests(name, values)
+            raise DisagreementError(
+                f"the ranks that share this vocabulary were asked different things: {difference}; "
+                f"give all of them the same loss mask, tokens, temperature and settings"
+            )
+
+
+def check_cover(
+    bounds: Sequence[tuple[int, int]],  # start and stop of each rank's shard
+) -> None:
+    """Raise `DisagreementError` unless the shards that hold anything cover the ids from 0 on, each once."""
+    end = 0
+    for start, stop in sorted(each for each in bounds if each[0] < each[1]):
+        if start != end:
+            fault = f"no rank holds the ids [{end}, {start})"
+            if start < end:
+                fault = f"two ranks hold the ids [{start}, {min(stop, end)})"
+            every = ", ".join(f"[{first}, {last})" for first, last in bounds)
+            raise DisagreementError(
+                f"the ranks' shards must cover the vocabulary once, got {every} of ranks 0 to {len(bounds) - 1}, and "
+                f"{fault}; pass the VocabShard of each rank's own slice"
+            )
+        end = stop
+
+
+def _of_numbers(name: str, values: tuple[int, ...]) -> str:
+    return f"{name} is " + ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))
+
+
+def _of_digests(name: str, values: tuple[int, ...]) -> str:
+    other = next(rank for rank, value in enumerate(values) if value != values[0])
+    return f"{name} of rank {other} is not that of rank 0"

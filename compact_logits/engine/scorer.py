@@ -1,0 +1,125 @@
+"""What the engine asks of a scorer, and the gradient that scorers of a softmax have in common."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from compact_logits.engine.kernels import softmax_grad_, write_at_
+from compact_logits.engine.vocab_shard import VocabShard
+
+__all__ = ["LogitsGrad", "Scorer", "SoftmaxGrad", "read_at_"]
+
+Stats = tuple[Tensor, ...]  # (rows, ...) each
+
+
+class Scorer(Protocol):
+    """Per-row scalars of logits whose columns come slice by slice, and whose vocabulary is spread over ranks.
+
+    Forward: `new_stats`, `add_slice_` once a slice, `merge`, where the only collectives are. Backward: `logits_grad`
+    once, and its `write_` once a slice.
+    """
+
+    @property
+    def shard(self) -> VocabShard:
+        """The ids that count on this rank. Columns from its size on are padding and are not projected."""
+        ...
+
+    @property
+    def differentiable(self) -> tuple[bool, ...]:
+        """For each output of `merge`, whether a gradient may come back for it."""
+        ...
+
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        """The caller's tensors that backward reads: the engine saves them, so that autograd notices a change."""
+        ...
+
+    @property
+    def writes_logits(self) -> bool:
+        """Whether `add_slice_` writes to the logits."""
+        ...
+
+    def of_rows(
+        self,
+        rows: slice | Tensor,  # a Tensor is (kept,) int64
+    ) -> Scorer:
+        """The scorer of some of the rows alone."""
+        ...
+
+    def new_stats(self) -> Stats:
+        """The statistics of no columns."""
+        ...
+
+    def add_slice_(
+        self,
+        stats: Stats,
+        logits: Tensor,  # (rows, columns)
+        first: int,  # the global id of the first column
+    ) -> None:
+        """Add some columns to the statistics. No wait for the device."""
+        ...
+
+    def merge(
+        self,
+        stats: Stats,  # of all of this rank's columns
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:  # outputs; saved for backward; (rows, ...) each
+        ...
+
+    def logits_grad(
+        self,
+        saved: tuple[Tensor, ...],  # what merge returned
+        grads: tuple[Tensor | None, ...],  # one an output, None where nothing came back
+    ) -> LogitsGrad: ...
+
+
+class LogitsGrad(Protocol):
+    """The gradient of the logits, formed where they stand."""
+
+    def of_rows(self, rows: slice) -> LogitsGrad: ...
+
+    def write_(
+        self,
+        logits: Tensor,  # (rows, columns), overwritten by their gradient
+        first: int,  # the global id of the first column
+    ) -> None: ...
+
+
+@dataclass(frozen=True)
+class SoftmaxGrad:
+    """`d_logits = exp(z - shift) * (scale + slope * (z - shift))`, and given values at a few ids of each row.
+
+    Those are the ids at which a second term nearly cancels the first, as 1 cancels p at a confident target: added up in
+    16 bits, an error of 100% would be left at p = .9999. They are computed apart, and written over.
+    """
+
+    inverse_temperature: Tensor  # (rows,) fp32, fp64 for fp64 logits, as all below
+    shift: Tensor  # (rows,)
+    scale: Tensor  # (rows,)
+    slope: Tensor | None  # (rows,)
+    ids: Tensor  # (rows, k) int64, global; ids of other slices and ranks, and negative ones, are passed over
+    values: Tensor  # (rows, k)
+
+    def of_rows(self, rows: slice) -> SoftmaxGrad:
+        return SoftmaxGrad(**{name: None if each is None else each[rows] for name, each in vars(self).items()})
+
+    def write_(self, logits: Tensor, first: int) -> None:
+        softmax_grad_(logits, self.inverse_temperature, self.shift, self.scale, self.slope)
+        write_at_(logits, self.ids, self.values, first)
+
+
+def read_at_(
+    values: Tensor,  # (rows, k), written where an id is one of this slice's
+    logits: Tensor,  # (rows, columns)
+    ids: Tensor,  # (rows, k) int64, global
+    first: int,
+) -> None:
+    """`values <- logits[row, ids[row] - first]`; what stands at other ids stays."""
+    if logits.shape[1] == 0:
+        return
+    columns = ids - first
+    inside = columns.clamp(0, logits.shape[1] - 1)
+    torch.where(inside == columns, logits.gather(1, inside), values, out=values)

@@ -1,0 +1,87 @@
+"""How the vocabulary is cut, and how many slices' logits wait for backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["VocabSlices", "accumulation_dtype", "default_budget", "vocab_slices"]
+
+# Bytes of logits: those that wait for backward and the slice being formed. Elsewhere than on a CPU, a GPU is meant.
+_CPU_BUDGET, _GPU_BUDGET = 256 * 2**20, 2**30
+
+# On a CPU a slice stays in cache between its product and the pass over it.
+_CPU_SLICE = 4 * 2**20
+
+_ALIGNMENT = 64  # columns
+
+
+def default_budget(device: torch.device) -> int:
+    """Bytes of logits that are held at once where nobody says how many: 1 GiB on a GPU, 256 MiB on a CPU."""
+    return _CPU_BUDGET if device.type == "cpu" else _GPU_BUDGET
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What everything after a product is computed in: fp32, or fp64 where the input is fp64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+@dataclass(frozen=True)
+class VocabSlices:
+    """`columns` of this rank in slices of `width` columns, the last one narrower; the first `kept` wait for backward.
+
+    One backward adds a product to the gradient of all rows for each slice, so slices are as wide as the budget allows.
+    """
+
+    rows: int
+    columns: int
+    width: int
+    kept: int
+
+    def __len__(self) -> int:
+        return -(-self.columns // self.width)
+
+    def __iter__(self) -> Iterator[slice]:
+        for start in range(0, self.columns, self.width):
+            yield slice(start, min(start + self.width, self.columns))
+
+    def held_logits(self, *, keep: bool) -> int:
+        """The most logits that stand at one time in forward, which does or does not `keep` some for backward."""
+        if keep and self.kept == len(self):
+            return self.rows * self.columns
+        return self.rows * min(self.width * (1 + keep * self.kept), self.columns)
+
+
+def vocab_slices(
+    rows: int,
+    columns: int,
+    hidden: int,
+    dtype: torch.dtype,  # of the logits
+    device: torch.device,
+    budget: int | None = None,  # bytes; None for the device's default
+) -> VocabSlices:
+    """One slice if the budget holds all logits; else slices that take half of it at most, but no fewer than
+    `max(64, hidden / 4)` columns: narrower ones would do little but add to the fp32 gradient of all rows.
+
+    The cut does not depend on whether gradients or which scalars are wanted, so that a no-grad pass and a training pass
+    over the same rows give log-probs of the same bits. On a CPU, fp32 logits are cut into slices of 4 MiB, which stay
+    in cache, even where all would fit.
+    """
+    budget = default_budget(device) if budget is None else budget
+    column_bytes = max(rows, 1) * dtype.itemsize
+    fits = columns * column_bytes <= budget
+    on_cpu = device.type == "cpu"
+    if fits and not (on_cpu and dtype.itemsize >= 4):
+        return VocabSlices(rows, columns, max(columns, 1), 1)
+    most = min(budget // 2, _CPU_SLICE) if on_cpu else budget // 2
+    width = max(most // column_bytes // _ALIGNMENT * _ALIGNMENT, _aligned(hidden // 4))
+    count = -(-columns // width)
+    width = _aligned(-(-columns // max(count, 1)))
+    kept = count if fits else min(max(budget // (width * column_bytes) - 1, 0), count)
+    return VocabSlices(rows, columns, width, kept)
+
+
+def _aligned(columns: int) -> int:
+    return max(-(-columns // _ALIGNMENT), 1) * _ALIGNMENT
