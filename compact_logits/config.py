@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from compact_logits.errors import ConfigError
 from compact_logits.host_values import describe
 
-__all__ = ["DEFAULT_CHUNK_BYTES", "Config", "parse_bytes"]
+__all__ = ["Config", "parse_bytes"]
 
-DEFAULT_CHUNK_BYTES = 256 * 2**20
+logger = logging.getLogger("compact_logits")
 
 _PREFIX = "COMPACT_LOGITS"
 _MODES: dict[str, Literal["off", "on", "strict"]] = {"": "off", "0": "off", "1": "on", "strict": "strict"}
 # Fields of `Config` that are 0 or 1 in the environment, and what they are where it says nothing.
-_SWITCHES = {"cp_balance": "0", "check_ranks": "1", "compile": "0", "fp32_logits": "0"}
+_SWITCHES: dict[str, bool | None] = {"check_ranks": None, "cp_balance": False, "fp32_logits": False}
+_GONE = f"{_PREFIX}_COMPILE"
 _UNITS = {"": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 
@@ -41,18 +44,17 @@ class Config:
 
     `mode`: `"off"` installs nothing; `"on"` compacts what is proven and leaves the rest to the full path;
     `"strict"` raises `RefusedError` where `"on"` would leave it to the full path.
-    `chunk_bytes`: transient bytes the head may hold for chunks of logits.
+    `chunk_bytes`: bytes of logits the head may hold; None for the device's default, 1 GiB on a GPU and 256 MiB on a CPU.
     `cp_balance`: whether context-parallel ranks even out the rows they project.
-    `check_ranks`: whether tensor-parallel ranks make sure that they were asked the same.
-    `compile`: whether the passes over a block of logits are fused by `torch.compile`.
+    `check_ranks`: whether tensor-parallel ranks compare their requests at every call (True), at none (False), or at the
+    first call of a model (None).
     `fp32_logits`: whether 16-bit logits stay unrounded, on devices that offer such a product.
     """
 
     mode: Literal["off", "on", "strict"] = "off"
-    chunk_bytes: int = DEFAULT_CHUNK_BYTES
+    chunk_bytes: int | None = None
     cp_balance: bool = False
-    check_ranks: bool = True
-    compile: bool = False
+    check_ranks: bool | None = None
     fp32_logits: bool = False
 
     @property
@@ -67,7 +69,7 @@ class Config:
         since a mistyped switch that does nothing costs its user a run.
         """
         known = {_PREFIX, f"{_PREFIX}_CHUNK_BYTES", *[f"{_PREFIX}_{name.upper()}" for name in _SWITCHES]}
-        unknown = sorted(name for name in environ if name.startswith(_PREFIX) and name not in known)
+        unknown = sorted(name for name in environ if name.startswith(_PREFIX) and name not in {*known, _GONE})
         if unknown:
             raise ConfigError(
                 f"unknown environment variable {unknown[0]}; the known ones are {', '.join(sorted(known))}"
@@ -77,15 +79,30 @@ class Config:
             raise ConfigError(f"COMPACT_LOGITS must be unset, 0, 1 or strict, got {describe(environ[_PREFIX])}")
         chunk_bytes = environ.get(f"{_PREFIX}_CHUNK_BYTES")
         try:
-            parsed = DEFAULT_CHUNK_BYTES if chunk_bytes is None else parse_bytes(chunk_bytes)
+            parsed = None if chunk_bytes is None else parse_bytes(chunk_bytes)
         except ConfigError as error:
             raise ConfigError(f"COMPACT_LOGITS_CHUNK_BYTES: {error}") from None
-        switches = {name: _switch(environ, f"{_PREFIX}_{name.upper()}", on) for name, on in _SWITCHES.items()}
+        switches: Any = {
+            name: _switch(environ, f"{_PREFIX}_{name.upper()}", unset) for name, unset in _SWITCHES.items()
+        }
+        if _GONE in environ:
+            _warn_of_compile()
         return cls(mode=_MODES[value], chunk_bytes=parsed, **switches)
 
 
-def _switch(environ: Mapping[str, str], name: str, default: str) -> bool:
-    value = environ.get(name, default).strip()
+def _switch(environ: Mapping[str, str], name: str, unset: bool | None) -> bool | None:
+    if name not in environ:
+        return unset
+    value = environ[name].strip()
     if value not in ("0", "1"):
         raise ConfigError(f"{name} must be unset, 0 or 1, got {describe(environ[name])}")
     return value == "1"
+
+
+@functools.cache
+def _warn_of_compile() -> None:
+    logger.warning(
+        "%s is gone: the Triton kernels, which are the default on CUDA, replace it. It does nothing in this release and "
+        "will be unknown in the next; unset it",
+        _GONE,
+    )

@@ -12,12 +12,15 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 
-from compact_logits import hidden_grad, weight_grad
+from compact_logits import VocabShard
+from compact_logits.engine import linear, scorer
+from compact_logits.engine.kernels import torch_kernels
 from compact_logits.engine.row_gather import SequenceSharded
-from compact_logits.held_logits import HeldLogits
+from compact_logits.engine.weight_grad import ReturnedWeightGrad
 from compact_logits.rows import Layout
-from compact_logits.scorers import log_prob_scorer, nucleus, topk_scorer
+from compact_logits.scorers import log_prob, topk_scorer
 from compact_logits.scorers.log_prob_scorer import LogProbScorer
+from tests.support.linear_head import SCORERS
 from tests.support.random_check import mismatches
 from tests.support.random_data import kept_rows
 from tests.support.random_example import Example, examples
@@ -47,20 +50,21 @@ def test_what_is_drawn() -> None:
     for example in drawn[:50]:
         assert Example.loads(example.dumps()) == example
     frequent = {
-        "scorer": {"log_prob", "nucleus", "topk", "topk tail"},
+        "scorer": set(SCORERS),
         "dtype": {"float32", "float64", "bfloat16", "float16"},
         "layout": {"packed", "zigzag", "contiguous"},
         "incoming": {"responses", "contiguous", "strided", "expanded", "first output", "second output"},
         "temperature": {1.0, 0.7, 2.5, "rows"},
-        "entropy": {"none", "metric", "loss"},
         "chunk_bytes": {None, 1, 400, 1500, 4000},
         "narrow": {True, False},
         "sequence_parallel": {True, False},
         "spread": {True, False},
+        "in_place": {True, False},
     }
     for name, values in frequent.items():
         found = [getattr(example, name) for example in drawn]
         assert set(found) == values and min(map(found.count, values)) >= 5, name
+    assert 30 < sum(each.real < each.vocab for each in drawn) < 400
     assert any(start == stop for each in drawn for start, stop in zip(each.cuts, each.cuts[1:], strict=False))
     kept = [len(kept_rows(example)) for example in drawn]
     assert kept.count(0) > 30 and sum(count > 10 for count in kept) > 30
@@ -70,26 +74,32 @@ def test_what_is_drawn() -> None:
 
 
 def gradient_of_the_entropy(right: Any) -> Any:
-    def d_logits_(self: Any, block: Any, saved: Any, grads: Any) -> None:
-        right(self, block, saved, tuple(g * 1.01 if g is not None and i else g for i, g in enumerate(grads)))
+    def logits_grad(self: Any, saved: Any, grads: Any) -> Any:
+        return right(self, saved, tuple(g * 1.01 if g is not None and i else g for i, g in enumerate(grads)))
 
-    return d_logits_
+    return logits_grad
 
 
-def gradient_at_the_target(right: Any) -> Any:
-    return lambda self, z, rows, values: right(self, z, rows, values * 0.99)
+def gradient_of_known_ids(right: Any) -> Any:
+    return lambda logits, ids, values, first: right(logits, ids, values * 0.99, first)
+
+
+def clamped_ids(right: Any) -> Any:
+    return lambda logits, ids, values, first: right(
+        logits, ids.clamp(first, first + logits.shape[1] - 1), values, first
+    )
 
 
 def no_temperature(right: Any) -> Any:
-    return lambda temperature, rows, like: torch.ones_like(like)
+    return lambda temperature, like, dtype: torch.ones_like(like, dtype=dtype)
 
 
-def of_many_chunks(right: Any) -> Any:
-    return lambda total, left, right_factor, **options: right(total, left, right_factor * 1.05, **options)
+def products_of_many_slices(right: Any) -> Any:
+    return lambda total, left, right_factor: right(total, left, right_factor * 1.05)
 
 
-def of_many_slices(right: Any) -> Any:
-    return lambda self, parts: right(self, parts[:1].expand_as(parts))
+def statistics_of_one_slice(right: Any) -> Any:
+    return lambda parts, **kinds: right(parts[-1:], **kinds)
 
 
 def rows_of_another_rank(right: Any) -> Any:
@@ -100,36 +110,35 @@ def own_token_as_label(right: Any) -> Any:
     return property(lambda self: self.source)
 
 
-def each_as_if_the_first(right: Any) -> Any:
-    return lambda ids: torch.ones_like(ids, dtype=torch.bool)
-
-
 def not_merged(right: Any) -> Any:
     return lambda stats, shard: stats.expand(len(right(stats, shard)), *stats.shape)
 
 
-def last_slices_first(right: Any) -> Any:
-    return property(lambda self: right.fget(self)[:: 1 if self.lent is None else -1])
+def padding_that_counts(right: Any) -> Any:
+    return lambda self, vocab_size: self
+
+
+def gradient_of_unwritten_memory(right: Any) -> Any:
+    return lambda self: self._total
 
 
 def of_half_precision(right: Any) -> Any:
-    return lambda self, stats: right(self, stats.half().to(stats.dtype))
+    return lambda self, ranks: right(self, ranks.half().double())
 
 
 FAULTS = {
-    "entropy": (LogProbScorer, "d_logits_", gradient_of_the_entropy),
-    "target": (LogProbScorer, "add_at_target_", gradient_at_the_target),
-    "temperature": (log_prob_scorer, "inverse_temperature", no_temperature),
-    "temperature of the nucleus": (nucleus, "inverse_temperature", no_temperature),
-    "temperature of the top-k": (topk_scorer, "inverse_temperature", no_temperature),
-    "chunks of the weight": (weight_grad, "add_product_", of_many_chunks),
-    "chunks of the rows": (hidden_grad, "add_product_", of_many_chunks),
-    "slices": (LogProbScorer, "combine", of_many_slices),
-    "logits in the gradient's memory": (HeldLogits, "order", last_slices_first),
+    "entropy": (LogProbScorer, "logits_grad", gradient_of_the_entropy),
+    "known ids": (scorer, "write_at_", gradient_of_known_ids),
+    "ids of other slices": (scorer, "write_at_", clamped_ids),
+    "temperature": (log_prob, "inverse_temperatures", no_temperature),
+    "products of slices": (linear, "add_product_", products_of_many_slices),
+    "statistics of slices": (torch_kernels, "combine_stats", statistics_of_one_slice),
     "gather": (SequenceSharded, "gather", rows_of_another_rank),
     "label": (Layout, "label_source", own_token_as_label),
     "merge of the top-k": (topk_scorer, "gather_stats", not_merged),
-    "precision": (LogProbScorer, "merge", of_half_precision),
+    "padding": (VocabShard, "below", padding_that_counts),
+    "gradient of the padding": (ReturnedWeightGrad, "finish", gradient_of_unwritten_memory),
+    "precision": (LogProbScorer, "merge_ranks", of_half_precision),
 }
 
 
@@ -162,9 +171,8 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     assert report["examples"] == 20 and report["mismatches"] == 0 and report["seed"] == 4
     assert report["torch"] == torch.__version__ and {"machine", "python", "commit", "date"} <= report.keys()
 
-    alone = next(
-        each for each in draw(200, 4) if each.world == 1 and each.scorer == "log_prob" and kept_rows(each).numel()
-    )
+    scored = [each for each in draw(200, 4) if each.world == 1 and each.scorer in ("none", "metric", "loss", "sum_p2")]
+    alone = next(each for each in scored if kept_rows(each).numel())
     assert main(["--example", alone.dumps()]) == 0
     assert capsys.readouterr().out == "as the definition says\n"
     assert main(["--example", alone.dumps()], partial(run_with_fault, "precision")) == 1
@@ -172,13 +180,13 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
 
 
 def stumble(rank: int, world: int, batch: list[Example]) -> list[list[Part]]:
-    if any(example.scorer == "nucleus" for example in batch):
+    if any(example.scorer == "top_p" for example in batch):
         raise ValueError("on purpose")
     return run_on_ranks(rank, world, batch)
 
 
 def test_an_example_that_raises_is_a_mismatch_of_its_own(rank_pool: RankPool) -> None:
     alone = [each for each in draw(1000, 4) if each.world == 1]
-    batch = [next(each for each in alone if each.scorer == scorer) for scorer in ("topk", "nucleus", "log_prob")]
+    batch = [next(each for each in alone if each.scorer == scorer) for scorer in ("topk", "top_p", "loss")]
     for example, found in zip(batch, check(rank_pool, batch, stumble), strict=True):
-        assert ("on purpose" in "".join(found)) == (example.scorer == "nucleus")
+        assert ("on purpose" in "".join(found)) == (example.scorer == "top_p")

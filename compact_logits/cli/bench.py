@@ -19,7 +19,8 @@ from compact_logits.cli.bench_report import as_json, environment, print_outcome
 from compact_logits.cli.bench_run import Outcome, run_case
 from compact_logits.cli.pictures import check_plot
 from compact_logits.cli.tables import need_rich
-from compact_logits.config import DEFAULT_CHUNK_BYTES, parse_bytes
+from compact_logits.config import parse_bytes
+from compact_logits.engine.slices import default_budget
 from compact_logits.errors import ConfigError
 
 __all__ = ["add_arguments", "run"]
@@ -36,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--tokens", type=int, default=1024, metavar="N", help="rows of the micro-batch (%(default)s)")
     parser.add_argument(
-        "--density", type=float, nargs="+", default=[0.25], metavar="X", help="shares of rows that count (0.25)"
+        "--density", type=float, nargs="+", default=[0.25], metavar="X", help="parts of the rows that count (0.25)"
     )
     parser.add_argument("--hidden", type=int, default=512, metavar="N", help="size of a hidden state (%(default)s)")
     parser.add_argument("--vocab", type=int, default=16384, metavar="N", help="ids of this rank (%(default)s)")
@@ -47,8 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--budget",
         nargs="+",
         metavar="SIZE",
-        default=[str(DEFAULT_CHUNK_BYTES), "8MiB"],
-        help="bytes of logits that ours may hold, one line each (the default, 256MiB, and 8MiB)",
+        help="bytes of logits that ours may hold, one line each (the device's default and 8MiB)",
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), help="cuda where there is one, unless named")
     parser.add_argument("--threads", type=int, metavar="N", help="of torch on the CPU")
@@ -67,7 +67,8 @@ def run(args: argparse.Namespace) -> int:
 
     Raises `ConfigError` for what cannot be used.
     """
-    cases, budgets = _cases(args), [_budget(text) for text in args.budget]
+    cases = _cases(args)
+    budgets = _budgets(args, cases[0].device)
     if args.plot is not None:
         check_plot(args.plot)
     if not args.json:
@@ -125,9 +126,11 @@ def _cases(args: argparse.Namespace) -> list[Case]:
     ]
 
 
-def _budget(text: str) -> int:
+def _budgets(args: argparse.Namespace, device: torch.device) -> list[int]:
+    if args.budget is None:
+        return [default_budget(device), 8 * 2**20]
     try:
-        return parse_bytes(text)
+        return [parse_bytes(text) for text in args.budget]
     except ConfigError as error:
         raise ConfigError(f"--budget: {error}") from None
 

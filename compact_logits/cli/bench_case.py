@@ -46,7 +46,7 @@ class Inputs(NamedTuple):
 
 
 class Results(NamedTuple):
-    """Of one run; `entropy` is None where none was asked for."""
+    """Of one run; `entropy` is None where the case has none."""
 
     log_probs: Tensor  # (kept,)
     entropy: Tensor | None  # (kept,)

@@ -34,7 +34,7 @@ def results(way: Way, inputs: Inputs, case: Case) -> Results:
 
 
 class WithoutGradient(CompactLogitsError):
-    """A way that was asked for a gradient which it does not have."""
+    """A way that does not have a gradient which the case needs."""
 
 
 def errors(found: Results, truth: Results) -> dict[str, float]:

@@ -20,7 +20,7 @@ __all__ = ["as_json", "environment", "print_outcome"]
 
 # Of the table: below it, numbers would be broken over lines.
 _WIDTH = 108
-_PACKAGES = ("torch", "megatron-core", "trl", "cut-cross-entropy")
+_PACKAGES = ("torch", "triton", "megatron-core", "trl", "cut-cross-entropy")
 
 
 def environment(device: torch.device) -> dict[str, str]:

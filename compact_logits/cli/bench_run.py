@@ -101,8 +101,8 @@ def _pass_gate(ways: list[Way], inputs: Inputs, case: Case, advance: Callable[[]
             found.failure = judge(found.errors, of_plain, OURS if way.view == "ours" else PEERS)
         except (Exception, SystemExit) as error:
             # Whatever a peer raises is its line in the table. Of ours it is too, and ends the command with 1.
-            told = " ".join(str(error).split())[:160]
-            found.failure = told if isinstance(error, CompactLogitsError) else f"{type(error).__name__}: {told}"
+            said = " ".join(str(error).split())[:160]
+            found.failure = said if isinstance(error, CompactLogitsError) else f"{type(error).__name__}: {said}"
         advance()
     return runs
 

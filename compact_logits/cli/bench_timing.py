@@ -77,7 +77,7 @@ def measure_peak(
     forward: Callable[[], Callable[[], None]], device: torch.device
 ) -> tuple[float, float] | tuple[None, None]:
     """MiB that forward, and then backward, hold at most beyond the level before forward. None where the kernel does not
-    tell: it counts resident memory, so what libraries allocate past torch is seen too."""
+    say: it counts resident memory, so what libraries allocate past torch is seen too."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -103,7 +103,7 @@ def measure_peak(
 @contextmanager
 def _freed_at_once() -> Iterator[None]:
     """What is freed is no longer resident. By itself glibc keeps up to 32 MiB of it, more the longer a process runs, so
-    that a peak would tell in which order things were measured. Its threshold ends there, where it would have got to."""
+    that a peak would depend on the order of measurement. Its threshold ends there, where it would have got to."""
     libc = ctypes.CDLL(None)
     libc.malloc_trim(0)
     libc.mallopt(_MMAP_THRESHOLD, 128 * 1024)

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compact_logits.cli.bench_case import Case, Inputs
-from compact_logits.config import DEFAULT_CHUNK_BYTES
 from compact_logits.rows import select
 from compact_logits.scorers.log_prob import linear_log_probs
 
@@ -65,14 +64,13 @@ def on_selected_rows(peer: Peer) -> Way:
     return Way(f"select + {peer.name}", "rows selected", _of_selected_rows(peer.score))
 
 
-def ours(chunk_bytes: int | None) -> Way:
+def ours(chunk_bytes: int) -> Way:
     """This package with a budget; it selects, so it is compared with both views."""
-    budget = DEFAULT_CHUNK_BYTES if chunk_bytes is None else chunk_bytes
 
     def score(hidden: Tensor, weight: Tensor, targets: Tensor, case: Case) -> tuple[Tensor, Tensor | None]:
-        return linear_log_probs(hidden, weight, targets, entropy=case.entropy, chunk_bytes=budget)
+        return linear_log_probs(hidden, weight, targets, entropy=case.entropy, chunk_bytes=chunk_bytes)
 
-    size = f"{budget / 2**20:g} MiB" if budget < 2**30 else f"{budget / 2**30:g} GiB"
+    size = f"{chunk_bytes / 2**20:g} MiB" if chunk_bytes < 2**30 else f"{chunk_bytes / 2**30:g} GiB"
     return Way(f"compact-logits, {size}", "ours", _of_selected_rows(score))
 
 

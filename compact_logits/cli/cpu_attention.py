@@ -10,8 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from einops import rearrange, repeat
 from torch import Tensor
-
-from compact_logits.first_order import first_order
+from torch.autograd.function import once_differentiable
 
 __all__ = ["ContiguousAttention", "ZigzagAttention", "packed_positions"]
 
@@ -134,7 +133,7 @@ class _GatherRows(torch.autograd.Function):
         return torch.cat(parts)
 
     @staticmethod
-    @first_order
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         total = grad.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=ctx.group)

@@ -19,20 +19,25 @@ _INSTALL = "--custom-megatron-init-path compact_logits.integrations.slime.instal
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The whole of it; `launch` and `recipe` where a recipe was asked about."""
+    """The whole of it; `launch` and `recipe` where a recipe was given."""
 
     versions: list[Version]
     seam: Seam
     setting: Setting
-    findings: list[Diagnostic]
+    kernels: Diagnostic
+    integrations: list[Diagnostic]
     launch: Launch | None = None
     recipe: Decision | None = None
 
     @property
     def refused(self) -> bool:
-        """Whether something that was asked for gets the full path, as far as can be told."""
-        asked = self.setting.enabled and any(finding.state == "refused" for finding in self.findings)
-        return asked or self.setting.config is None or (self.recipe is not None and self.recipe.refused)
+        """Whether something that is switched on gets the full path or raises, as far as is known."""
+        config = self.setting.config
+        if config is None or (self.recipe is not None and self.recipe.refused):
+            return True
+        if config.mode == "strict" and self.kernels.state == "refused":
+            return True
+        return config.enabled and any(each.state == "refused" for each in self.integrations)
 
     def as_json(self) -> dict[str, Any]:
         """For a JSON file."""
@@ -48,7 +53,8 @@ class Diagnosis:
                 "chunk_bytes": config.chunk_bytes if config else None,
                 "error": self.setting.error,
             },
-            "integrations": [asdict(finding) for finding in self.findings],
+            "kernels": asdict(self.kernels),
+            "integrations": [asdict(each) for each in self.integrations],
         }
         if self.recipe is not None and self.launch is not None:
             report["slime_recipe"] = {
@@ -65,11 +71,12 @@ class Diagnosis:
         print_table("Versions", ("", "version", "from"), versions)
         rows = [
             ("seam", self.seam.kind, self.seam.reason),
+            ("kernels", "Triton" if self.kernels.state == "on" else "torch", self.kernels.reason),
             *[(name, value, "") for name, value in self.setting.variables.items()],
             ("setting", *self._setting()),
         ]
         print_table("Switch", ("", "", ""), rows)
-        found = [(each.name, each.state, each.reason, each.remedy) for each in self.findings]
+        found = [(each.name, each.state, each.reason, each.remedy) for each in self.integrations]
         print_table("Integrations", ("", "state", "why", "remedy"), found)
         if self.recipe is not None and self.launch is not None:
             self._print_recipe(self.recipe, self.launch)
@@ -78,8 +85,11 @@ class Diagnosis:
         config = self.setting.config
         if config is None:
             return "not valid", self.setting.error
-        told = "COMPACT_LOGITS is unset or 0" if config.mode == "off" else f"chunks of {config.chunk_bytes:,} bytes"
-        return config.mode, told
+        if config.mode == "off":
+            return config.mode, "COMPACT_LOGITS is unset or 0"
+        if config.chunk_bytes is None:
+            return config.mode, "logits take up to 1 GiB on a GPU, 256 MiB on a CPU"
+        return config.mode, f"logits take up to {config.chunk_bytes:,} bytes"
 
     def _print_recipe(self, recipe: Decision, launch: Launch) -> None:
         decided = [
@@ -90,7 +100,7 @@ class Diagnosis:
             if row.reason:
                 print(printable(f"{row.flag} {row.value}: {row.reason}; {row.remedy}"))
         assumed = sum(row.assumed for row in recipe.rows)
-        print(f"verdict: {recipe.verdict}{' as far as can be told' if recipe.unknown else ''}")
+        print(f"verdict: {recipe.verdict}{' as far as is known' if recipe.unknown else ''}")
         print(f"{assumed} of {len(recipe.rows)} flags are not given, and slime's defaults for them assumed")
         for unknown in recipe.unknown:
             print(printable(f"not known: {unknown}"))

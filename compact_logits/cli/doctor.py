@@ -1,4 +1,4 @@
-"""`compact-logits doctor`: what is installed, which seam is used, what is on, off or refused, and why."""
+"""`compact-logits doctor`: what is installed, which seam and kernels are used, what is on, off or refused, and why."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 from compact_logits.cli.diagnosis import Diagnosis
-from compact_logits.cli.environment import find_seam, find_versions, findings, read_setting
+from compact_logits.cli.environment import find_diagnostics, find_kernels, find_seam, find_versions, read_setting
 from compact_logits.cli.launch_flags import read_flags
 from compact_logits.cli.launch_script import Launch, read_arguments, read_launch_script
 from compact_logits.cli.slime_recipe import decide
@@ -37,7 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Return 1 where something that was asked for is refused: an integration with `COMPACT_LOGITS` set, or a recipe.
+    """Return 1 where something is refused that is switched on: an integration with `COMPACT_LOGITS` set, a recipe, or,
+    with `COMPACT_LOGITS=strict`, the Triton kernels.
 
     Raises `ConfigError` and `InputError` for what cannot be used.
     """
@@ -55,7 +56,8 @@ def run(args: argparse.Namespace) -> int:
         versions=find_versions(),
         seam=find_seam(),
         setting=setting,
-        findings=findings(tuple(args.integrations) or (INTEGRATIONS if recipe is None else ("slime",))),
+        kernels=find_kernels(),
+        integrations=find_diagnostics(tuple(args.integrations) or (INTEGRATIONS if recipe is None else ("slime",))),
         launch=launch,
         recipe=recipe,
     )

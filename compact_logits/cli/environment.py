@@ -1,4 +1,4 @@
-"""What is installed here, which seam of Megatron's GPTModel is there, and what the environment asks for."""
+"""What is installed here, which seam of Megatron's GPTModel is there, which kernels run, and what the settings are."""
 
 from __future__ import annotations
 
@@ -12,18 +12,31 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+
 from compact_logits.cli.quiet import quiet
 from compact_logits.config import Config
-from compact_logits.errors import CompactLogitsError, ConfigError
 from compact_logits.diagnostics import Diagnostic
+from compact_logits.engine.kernels import verdict
+from compact_logits.errors import CompactLogitsError, ConfigError
 from compact_logits.integrations import INTEGRATIONS
 
-__all__ = ["Seam", "Setting", "Version", "find_seam", "find_versions", "findings", "read_setting"]
+__all__ = [
+    "Seam",
+    "Setting",
+    "Version",
+    "find_diagnostics",
+    "find_kernels",
+    "find_seam",
+    "find_versions",
+    "read_setting",
+]
 
 # Distribution and module of what matters here.
 _PACKAGES = (
     ("compact-logits", "compact_logits"),
     ("torch", "torch"),
+    ("triton", "triton"),
     ("megatron-core", "megatron.core"),
     ("einops", "einops"),
     ("transformer-engine", "transformer_engine"),
@@ -95,7 +108,7 @@ def find_seam() -> Seam:
             official = importlib.import_module("compact_logits.megatron.output_processor").PROCESSOR_PARAMETERS
         except (Exception, SystemExit) as error:
             # Whatever a broken installation raises is what its user needs to hear of.
-            return Seam("none", f"megatron-core cannot be imported: {_told(error)}")
+            return Seam("none", f"megatron-core cannot be imported: {_described(error)}")
     postprocess = getattr(model, "_postprocess", None)
     if postprocess is None:
         return Seam("none", "this megatron-core's GPTModel has no _postprocess: 0.16 or newer is needed")
@@ -106,8 +119,24 @@ def find_seam() -> Seam:
     if all(name in parameters for name in official):
         return Seam("official output processor", f"GPTModel._postprocess takes {' and '.join(official)}")
     return Seam(
-        "guarded patch", f"GPTModel._postprocess takes no {official[0]}: the output layer is armed for each call"
+        "guarded patch",
+        f"GPTModel._postprocess takes no {official[0]}: the output layer's forward is overridden for each call",
     )
+
+
+def find_kernels() -> Diagnostic:
+    """Which kernels run on this machine's GPU, and why. Compiles the Triton kernels where there is one; never on a CPU."""
+    name = "Triton kernels"
+    if not torch.cuda.is_available():
+        return Diagnostic(
+            name, "off", "Triton kernels run on CUDA only, and torch finds no GPU here: torch kernels run"
+        )
+    with quiet():
+        found = verdict(torch.device("cuda", torch.cuda.current_device()))
+    if found.proven:
+        return Diagnostic(name, "on", found.reason)
+    remedy = "none is needed: torch kernels run, slower and with the same numbers; COMPACT_LOGITS=strict raises instead"
+    return Diagnostic(name, "refused", found.reason, remedy)
 
 
 def read_setting(environ: Mapping[str, str]) -> Setting:
@@ -119,7 +148,7 @@ def read_setting(environ: Mapping[str, str]) -> Setting:
         return Setting(variables, None, str(error))
 
 
-def findings(names: tuple[str, ...] = INTEGRATIONS) -> list[Diagnostic]:
+def find_diagnostics(names: tuple[str, ...] = INTEGRATIONS) -> list[Diagnostic]:
     """What each integration reports of itself. Imports the frameworks that are installed."""
     found: list[Diagnostic] = []
     for name in names:
@@ -131,10 +160,10 @@ def findings(names: tuple[str, ...] = INTEGRATIONS) -> list[Diagnostic]:
             except (Exception, SystemExit) as error:
                 # As above. One framework that cannot be imported says nothing of the others.
                 remedy = "repair that installation, or ask for the others only"
-                found.append(Diagnostic(name, "refused", f"it cannot be looked at: {_told(error)}", remedy))
+                found.append(Diagnostic(name, "refused", f"it cannot be looked at: {_described(error)}", remedy))
     return found
 
 
-def _told(error: BaseException) -> str:
+def _described(error: BaseException) -> str:
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -1,7 +1,8 @@
-"""Measure the largest memory in which logits stand, forward and backward."""
+"""Measure the most memory that logits take at one time, forward and backward."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,12 +14,11 @@ __all__ = ["LargestLogits"]
 
 
 class LargestLogits(TorchDispatchMode):
-    """While active, remembers the largest new tensor whose last axis is `vocab_local` wide, and the largest memory that
-    products of parts of the head's weight, whose last axis then is a part of the vocabulary, are written to.
+    """While active, remembers the largest new tensor whose last axis is `vocab_local` wide, and the most memory of
+    slices of logits: all products of parts of the head's weight that are alive at one time.
 
-    Views make nothing new, and a tensor counts by the bytes that it occupies; but the product of a part by all the
-    memory that it stands in, since other parts stand beside it. The gradients, `(vocab_local, hidden)` and
-    `(rows, hidden)`, have another last axis, provided that `hidden` differs from these numbers.
+    Views make nothing new, and a tensor counts by the bytes that it occupies. The gradients, `(vocab_local, hidden)`
+    and `(rows, hidden)`, have another last axis, provided that `hidden` differs from these numbers.
     """
 
     def __init__(
@@ -31,29 +31,42 @@ class LargestLogits(TorchDispatchMode):
         self.shape: tuple[int, ...] = ()
         self.dtype = ""
         self._vocab_local = vocab_local
-        self._weight = None if weight is None else weight.untyped_storage().data_ptr()
+        self._weight = None if weight is None else _storage(weight)
         self._hidden = 0 if weight is None else weight.shape[1]
+        self._slices: dict[int, int] = {}  # bytes of the living ones, by storage
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        known = {tensor.untyped_storage().data_ptr() for tensor in _tensors((args, kwargs))}
+        known = {_storage(tensor) for tensor in _tensors((args, kwargs))}
         result = func(*args, **kwargs)
         for tensor in _tensors(result):
-            storage = tensor.untyped_storage()
-            nbytes = min(tensor.numel() * tensor.element_size(), storage.nbytes())
-            wide = tensor.dim() > 0 and tensor.shape[-1] == self._vocab_local and storage.data_ptr() not in known
-            projected = self._weight in known and storage.data_ptr() != self._weight
-            shape = tuple(tensor.shape)
-            if projected and not wide and shape[-1:] != (self._hidden,) and tensor.numel():
-                nbytes = storage.nbytes()
-                shape = (*shape[:-1], nbytes // (tensor.element_size() * (tensor.numel() // shape[-1])))
-                wide = True
-            if wide and nbytes > self.nbytes:
-                self.nbytes, self.shape = nbytes, shape
-                self.dtype = str(tensor.dtype).removeprefix("torch.")
+            if not tensor.numel() or not tensor.dim():
+                continue
+            if tensor.shape[-1] == self._vocab_local and _storage(tensor) not in known:
+                nbytes = min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+                self._remember(tensor, nbytes, tensor.shape[-1])
+            elif self._weight in known and _storage(tensor) != self._weight and tensor.shape[-1] != self._hidden:
+                self._add_slice(tensor)
+                nbytes = sum(self._slices.values())
+                self._remember(tensor, nbytes, nbytes * tensor.shape[-1] // (tensor.numel() * tensor.element_size()))
         return result
+
+    def _add_slice(self, tensor: Tensor) -> None:
+        key, storage = _storage(tensor), tensor.untyped_storage()
+        if key not in self._slices:
+            self._slices[key] = storage.nbytes()
+            weakref.finalize(storage, self._slices.pop, key, 0)
+
+    def _remember(self, tensor: Tensor, nbytes: int, columns: int) -> None:
+        if nbytes > self.nbytes:
+            self.nbytes, self.shape = nbytes, (*tensor.shape[:-1], columns)
+            self.dtype = str(tensor.dtype).removeprefix("torch.")
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:

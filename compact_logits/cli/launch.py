@@ -81,7 +81,7 @@ def _serve(
     # Ctrl-C reaches the whole terminal; the parent alone answers it, and ends the ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    # Megatron and torch tell of optional packages that they miss and of plans for the future. None of it matters here.
+    # Megatron and torch warn of optional packages that they miss and of plans for the future. None of it matters here.
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     # The ranks talk over the loopback device: a machine's own name need not resolve.

@@ -50,8 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"largest micro-batch of {args.sequence:,} positions that fits {memory / 2**30:.2f} GiB, head and back:")
     for name, each in found.items():
         size = f"{each['peak_bytes'] / 2**30:.2f} GiB"
-        told = f"peak {size}" if each["micro_batch"] else f"one alone takes {size}"
-        print(f"  {name:9} {each['micro_batch']:5,}   {told}")
+        said = f"peak {size}" if each["micro_batch"] else f"one alone takes {size}"
+        print(f"  {name:9} {each['micro_batch']:5,}   {said}")
     return 0
 
 
@@ -67,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", choices=sorted(_DTYPES), default="bf16")
     parser.add_argument("--unfused", action="store_true", help="no gradient accumulation fusion")
     parser.add_argument("--density", type=float, default=1.0, help="share of the log-probs that count, 0 to 1")
-    parser.add_argument("--chunk-bytes", help="COMPACT_LOGITS_CHUNK_BYTES, 256MiB if not given")
+    parser.add_argument("--chunk-bytes", help="COMPACT_LOGITS_CHUNK_BYTES, 1GiB if not given")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from compact_logits.cli.cpu_model import packed_seq_params
 from compact_logits.cli.rollouts import Rollout
-from compact_logits.rows import packed
-from compact_logits.rows import RowSelection
+from compact_logits.rows import RowSelection, packed
 
 __all__ = ["MicroBatch", "pack"]
 

@@ -14,7 +14,7 @@ from compact_logits.cli.planning import Plan, head_of_tokens, make_plan, padded,
 from compact_logits.cli.presets import PRESETS, Preset, find_preset
 from compact_logits.cli.saved_rollouts import read_any_rollouts
 from compact_logits.cli.tables import need_rich
-from compact_logits.config import DEFAULT_CHUNK_BYTES, parse_bytes
+from compact_logits.config import parse_bytes
 from compact_logits.errors import ConfigError
 from compact_logits.memory import HeadSize
 
@@ -83,7 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     score.add_argument("--temperature", type=float, default=1.0, metavar="X", help="of the sampler")
     score.add_argument("--nucleus-ids", type=int, default=0, metavar="N", help="ids a row of a replayed top-p nucleus")
     score.add_argument("--top-k", type=int, default=0, metavar="K", help="ids a row of a teacher: its KL, no log-probs")
-    score.add_argument("--chunk-bytes", default=None, metavar="SIZE", help="of logits, on the compact path (256MiB)")
+    score.add_argument("--chunk-bytes", default=None, metavar="SIZE", help="of logits, on the compact path (1GiB)")
     card = parser.add_argument_group("card")
     card.add_argument("--memory", metavar="SIZE", help="of the card (80GiB): say what fits")
     card.add_argument("--reserved", metavar="SIZE", help="of it, what weights, optimizer and layers take")
@@ -113,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
         temperature=args.temperature,
         frozen=args.frozen,
         fused=args.fused,
-        chunk_bytes=DEFAULT_CHUNK_BYTES if args.chunk_bytes is None else _bytes("--chunk-bytes", args.chunk_bytes),
+        chunk_bytes=None if args.chunk_bytes is None else _bytes("--chunk-bytes", args.chunk_bytes),
         nucleus_ids=args.nucleus_ids,
         top_k=args.top_k,
     )

@@ -5,14 +5,18 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
+
 from compact_logits.cli.planning import PathPlan, Plan, Traffic
 from compact_logits.cli.presets import Preset
 from compact_logits.cli.tables import print_table
+from compact_logits.engine.slices import VocabSlices, default_budget, vocab_slices
 from compact_logits.memory import HeadSize
 
 __all__ = ["PlanReport", "gib"]
 
 _GIB = 2**30
+_GPU = torch.device("cuda")
 
 
 def gib(count: int) -> str:
@@ -45,13 +49,14 @@ class PlanReport:
                 "top_k": head.top_k,
                 "frozen": head.frozen,
                 "fused": head.fused,
-                "chunk_bytes": head.chunk_bytes,
+                "chunk_bytes": _budget(head),
             },
             "full_path": self._path_as_json(plan.full),
             "compact_path": self._path_as_json(plan.compact),
             "card": None
             if self.memory is None
             else {"memory_bytes": self.memory[0], "reserved_bytes": self.memory[1], "free_bytes": plan.free_bytes},
+            "logits": {**asdict(_slices(head)), "slices": len(_slices(head)), "bytes": _logits_bytes(head)},
             "weight": {"bytes": _weight_bytes(head), "tied": self.preset.tied},
             "rollouts": None if plan.traffic is None else self._traffic_as_json(plan.traffic),
         }
@@ -94,9 +99,21 @@ class PlanReport:
         print(f"sizes from {self.preset.source}")
         owner = "the embedding's, tied" if self.preset.tied else "the head's own"
         print(f"not in these numbers: the weight, {gib(_weight_bytes(head))} on a rank ({owner}), and all other layers")
+        self._print_logits(head)
         if self.memory is not None:
             reserved = gib(self.memory[1]) if self.memory[1] else "nothing (--reserved says what else is on the card)"
             print(f"of {gib(self.memory[0])} is reserved: {reserved}")
+
+    def _print_logits(self, head: HeadSize) -> None:
+        slices, source = _slices(head), "--chunk-bytes" if head.chunk_bytes else "the default on a GPU"
+        print(
+            f"of these, logits on the compact path: {gib(_logits_bytes(head))} in {len(slices):,} slices of the "
+            f"vocabulary, {slices.kept:,} of which wait for backward; budget {gib(_budget(head))} ({source}; "
+            f"COMPACT_LOGITS_CHUNK_BYTES sets it)"
+        )
+        print(
+            "a forward that awaits its backward holds what is kept for it; so does each of several micro-batches in flight"
+        )
 
     def _print_traffic(self, traffic: Traffic) -> None:
         rows = []
@@ -156,6 +173,18 @@ class PlanReport:
 
 def _weight_bytes(head: HeadSize) -> int:
     return head.vocab // head.tp * head.hidden * head.dtype.itemsize
+
+
+def _budget(head: HeadSize) -> int:
+    return head.chunk_bytes or default_budget(_GPU)
+
+
+def _slices(head: HeadSize) -> VocabSlices:
+    return vocab_slices(head.kept, head.vocab // head.tp, head.hidden, head.dtype, _GPU, head.chunk_bytes)
+
+
+def _logits_bytes(head: HeadSize) -> int:
+    return _slices(head).held_logits(keep=True) * head.dtype.itemsize
 
 
 def _times(more: int, less: int) -> str:

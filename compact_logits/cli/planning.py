@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from compact_logits.engine.balance import pays
 from compact_logits.cli.rollouts import Rollout
 from compact_logits.cli.slime_batches import RankRows, first_fit, rows_of_ranks
+from compact_logits.engine.balance import pays
 from compact_logits.memory import HeadBytes, HeadSize, largest_fitting, simulate
 from compact_logits.memory.fitting import MOST_ROWS
 
@@ -165,7 +165,7 @@ def _head_of_rank(head: HeadSize, rank: RankRows) -> HeadSize:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """torch tells of collectives that are to get other names; it is not for the user of a plan to hear."""
+    """torch warns of collectives that are to get other names, which does not matter to the user of a plan."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         yield

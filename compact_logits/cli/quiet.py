@@ -13,7 +13,7 @@ __all__ = ["quiet"]
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Frameworks tell of optional packages that they miss when they are imported; standard output is for the report."""
+    """On import, frameworks warn of optional packages that they miss; standard output is for the report."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

@@ -62,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--dtype", choices=sorted(_DTYPES), default="fp32")
     parser.add_argument("--forward-only", action="store_true", help="as a reference model: no backward")
-    parser.add_argument("--uncompiled-only", action="store_true", help="leave out the compiled ways")
+    parser.add_argument("--uncompiled-only", action="store_true", help="leave out torchforge's own function, compiled")
     parser.add_argument("--seed-case", action="store_true", help="simulate batch 4, 9k tokens, V=151,936, TP=2 instead")
     parser.add_argument("--json", type=Path, help="write the numbers there too")
     parser.add_argument("--root", default=os.environ.get("TORCHFORGE_ROOT", ""), help="torchforge checkout")

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -53,14 +52,16 @@ def gathered_definition(
 def ways(root: str, temperature: float) -> list[Way]:
     """All of them, torchforge's own function from the checkout at `root`, or its definition where that is empty."""
     theirs = _theirs(root)
-    found = []
-    for compiled in (False, True):
+    found = [
+        Way("ours from logits", False, _from_logits(compute_logprobs, temperature)),
+        Way("ours from hidden", False, _from_hidden(temperature)),
+    ]
+    for compiled in (True, False):
         function = torch.compile(theirs) if compiled else theirs
-        found += [
+        found = [
             Way("full_tensor + torchforge's", compiled, _from_logits(function, temperature, gather=True)),
             Way("loss_parallel + torchforge's", compiled, _from_logits(function, temperature), loss_parallel),
-            Way("ours from logits", compiled, _from_logits(partial(compute_logprobs, compile=compiled), temperature)),
-            Way("ours from hidden", compiled, _from_hidden(temperature, compiled)),
+            *found,
         ]
     return found
 
@@ -75,9 +76,9 @@ def _from_logits(function: Callable[..., Tensor], temperature: float, *, gather:
     return run
 
 
-def _from_hidden(temperature: float, compiled: bool) -> Run:
+def _from_hidden(temperature: float) -> Run:
     def run(hidden: DTensor, weight: DTensor, ids: Tensor) -> Tensor:
-        return compute_logprobs_from_hidden(hidden, weight, ids, temperature, compile=compiled)
+        return compute_logprobs_from_hidden(hidden, weight, ids, temperature)
 
     return run
 

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from compact_logits.errors import InputError
-from compact_logits.first_order import first_order
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from compact_logits.engine.row_gather import RowExchange, Wait
+    from compact_logits.engine.row_gather import RowGather, Wait
 
 __all__ = ["Balanced", "Transfers", "pays", "return_rows"]
 
@@ -91,7 +91,7 @@ class Balanced:
     states of the rows that change rank (a rank's own are only copied).
     """
 
-    inner: RowExchange
+    inner: RowGather
     group: ProcessGroup
     transfers: Transfers
 
@@ -102,11 +102,8 @@ class Balanced:
             raise InputError(f"this rank's row count is {sum(sent)}, but it has {rows.shape[0]} rows")
         return self.inner.gather(_all_to_all(rows, sent, received, self.group))
 
-    def room(self, rows: Tensor) -> Tensor:
-        return self.inner.room(rows)
-
-    def start_reduce(self, room: Tensor) -> Wait:
-        wait_inner, rank = self.inner.start_reduce(room), self.group.rank()
+    def start_reduce(self, d_rows: Tensor) -> Wait:
+        wait_inner, rank = self.inner.start_reduce(d_rows), self.group.rank()
 
         def wait() -> Tensor:
             sent, received = self.transfers.sent(rank), self.transfers.received(rank)
@@ -156,7 +153,7 @@ class _Exchange(torch.autograd.Function):
         return _all_to_all(values, sent, received, group)
 
     @staticmethod
-    @first_order
+    @once_differentiable
     def backward(ctx: Any, d_values: Tensor) -> tuple[Tensor | None, ...]:
         return _all_to_all(d_values, ctx.received, ctx.sent, ctx.group), None, None, None
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from compact_logits.errors import InputError
 from compact_logits.engine.vocab_shard import VocabShard
+from compact_logits.errors import InputError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -108,8 +108,8 @@ class _ScoreHidden(torch.autograd.Function):
         inputs, saved_count = ctx.counts
         saved, kept = rest[inputs : inputs + saved_count], rest[inputs + saved_count :]
         # Kept logits are overwritten through `data`, which autograd does not count. A second backward recomputes them.
-        kept = [each.data.contiguous() for each in kept] if ctx.kept_are_logits else []
-        ctx.kept_are_logits = False
+        are_logits, ctx.kept_are_logits = ctx.kept_are_logits, False
+        kept = [each.data.contiguous() for each in kept] if are_logits else []
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         scorer, slices, wide = ctx.scorer, ctx.slices, accumulation_dtype(rows.dtype)
         grad = scorer.logits_grad(tuple(saved), grads)

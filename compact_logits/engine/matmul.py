@@ -73,12 +73,15 @@ def add_product_(
 def _fp32_products(factor: Tensor) -> str:
     """How 16-bit factors are multiplied and added to an fp32 sum here: `"addmm"`, `"baddbmm"` or `"none"`.
 
-    The `addmm` of torch 2.8 and 2.9 takes `out_dtype` and then refuses an fp32 sum.
+    The `addmm` of torch 2.8 and 2.9 takes `out_dtype` and then refuses an fp32 sum. A meta tensor stands for one on a
+    GPU, as in a memory simulation; `baddbmm` with `out_dtype` refuses it.
     """
     version = tuple(map(int, torch.__version__.split(".")[:2]))
-    if not factor.is_cuda or version < (2, 8):
+    if not (factor.is_cuda or factor.is_meta) or version < (2, 8):
         return "none"
-    return "addmm" if version >= (2, 10) else "baddbmm"
+    if version >= (2, 10):
+        return "addmm"
+    return "none" if factor.is_meta else "baddbmm"
 
 
 def _add_widened_(

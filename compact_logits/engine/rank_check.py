@@ -24,6 +24,7 @@ __all__ = [
     "RankCheck",
     "check_cover",
     "check_ids",
+    "compares",
     "digest",
     "fingerprint",
     "gather_facts",
@@ -40,6 +41,16 @@ _MULTIPLIER = 0xBF58476D1CE4E5B9 - 2**64
 _NUMBERS = 14
 
 _compared: WeakSet[ProcessGroup] = WeakSet()
+
+
+def compares(
+    shard: VocabShard,
+    check_ranks: object,  # True, False, or None for a group's first call
+) -> bool:
+    """Whether the ranks of the shard's group compare their requests at the next call."""
+    if check_ranks is False or not shard.sharded:
+        return False
+    return check_ranks is not None or shard.group not in _compared
 
 
 class RankCheck:
@@ -66,12 +77,8 @@ class RankCheck:
         self._shard = shard if isinstance(shard, VocabShard) else VocabShard(0, 0)
         devices = [each.device for each in arguments if isinstance(each, Tensor)]
         self._device = devices[0] if devices else torch.device("cpu")
-        group = self._shard.group if self._shard.sharded else None
-        if self._device.type == "meta":
-            group = None
-        if check_ranks is False or (check_ranks is None and group is not None and group in _compared):
-            group = None
-        self._group = group
+        compared = self._device.type != "meta" and compares(self._shard, check_ranks)
+        self._group = self._shard.group if compared else None
         self._facts: dict[str, int | Tensor] = {}
         self._ids = torch.zeros(0, dtype=torch.int64)
         self._vocab_size: int | None = None
@@ -84,7 +91,7 @@ class RankCheck:
         *,
         vocab_size: int | None = None,  # ids from here on are padding
         rows: int | None = None,  # of which those kept were chosen; None for these
-        place: Tensor | None = None,  # (kept,) int64, among all rows
+        place: Tensor | None = None,  # (kept,) int64, among all rows; or a mask of those that count
         teacher: Tensor | None = None,  # (kept, k), log-probs
         hidden: Tensor | None = None,  # (..., hidden), whose gradient the ranks sum
     ) -> None:
@@ -169,8 +176,8 @@ def check_ids(least: int, largest: int, vocab: int) -> None:
     if least < 0 or largest >= vocab:
         wrong = least if least < 0 else largest
         raise InputError(
-            f"the ids of the rows must be from 0 to {vocab - 1}, which is all that the ranks' shards hold, got {wrong}; "
-            f"pass the tokens of the model's own vocabulary"
+            f"the ids of the rows must be from 0 to {vocab - 1}, which is all that the shards hold, got {wrong}; pass "
+            f"the tokens of the model's own vocabulary"
         )
 
 
@@ -192,7 +199,7 @@ def rank_message(
     values: Sequence[int | Tensor],  # a tensor is () int64, on any device
     device: torch.device,
 ) -> Tensor:  # (ranks, values) int64, on `device`
-    """As `gather_facts`, before the wait: what the host knows travels in one copy, what the device knows stays there."""
+    """As `gather_facts`, without the wait. What the host knows is copied at once, what the device knows stays there."""
     elsewhere = {place: value for place, value in enumerate(values) if isinstance(value, Tensor) and not value.is_cpu}
     numbers = [0 if place in elsewhere else int(value) for place, value in enumerate(values)]
     sent = torch.tensor(numbers, dtype=torch.int64, device="cpu").to(device, non_blocking=True)

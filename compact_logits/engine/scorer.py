@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -104,7 +104,7 @@ class SoftmaxGrad:
     values: Tensor  # (rows, k)
 
     def of_rows(self, rows: slice) -> SoftmaxGrad:
-        return SoftmaxGrad(**{name: None if each is None else each[rows] for name, each in vars(self).items()})
+        return replace(self, **{name: each[rows] for name, each in vars(self).items() if each is not None})
 
     def write_(self, logits: Tensor, first: int) -> None:
         softmax_grad_(logits, self.inverse_temperature, self.shift, self.scale, self.slope)
@@ -121,5 +121,5 @@ def read_at_(
     if logits.shape[1] == 0:
         return
     columns = ids - first
-    inside = columns.clamp(0, logits.shape[1] - 1)
+    inside = columns % logits.shape[1]  # an id of another slice has some column too, which is not read
     torch.where(inside == columns, logits.gather(1, inside), values, out=values)

@@ -63,13 +63,15 @@ def vocab_slices(
     budget: int | None = None,  # bytes; None for the device's default
 ) -> VocabSlices:
     """One slice if the budget holds all logits; else slices that take half of it at most, but no fewer than
-    `max(64, hidden / 4)` columns: narrower ones would do little but add to the fp32 gradient of all rows.
+    `max(64, hidden / 4)` columns: narrower ones would do little but add to the fp32 gradient of all rows. Without rows
+    there are no slices.
 
     The cut does not depend on whether gradients or which scalars are wanted, so that a no-grad pass and a training pass
     over the same rows give log-probs of the same bits. On a CPU, fp32 logits are cut into slices of 4 MiB, which stay
     in cache, even where all would fit.
     """
     budget = default_budget(device) if budget is None else budget
+    columns = columns if rows else 0
     column_bytes = max(rows, 1) * dtype.itemsize
     fits = columns * column_bytes <= budget
     on_cpu = device.type == "cpu"

@@ -8,9 +8,9 @@ import math
 import torch
 from torch import Tensor
 
+from compact_logits.engine.vocab_shard import VocabShard
 from compact_logits.errors import InputError
 from compact_logits.host_values import as_float, as_index, describe
-from compact_logits.engine.vocab_shard import VocabShard
 
 __all__ = [
     "check_chunk_bytes",

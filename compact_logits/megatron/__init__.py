@@ -6,4 +6,4 @@ from compact_logits.megatron.attach import attach, attached, detach, metrics_of
 from compact_logits.megatron.metrics import HeadMetrics
 from compact_logits.megatron.request import Outcome, Request, mark, request_of
 
-__all__ = ["HeadMetrics", "Outcome", "Request", "attach", "attached", "detach", "metrics_of", "mark", "request_of"]
+__all__ = ["HeadMetrics", "Outcome", "Request", "attach", "attached", "detach", "mark", "metrics_of", "request_of"]

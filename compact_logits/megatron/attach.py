@@ -12,7 +12,7 @@ from compact_logits.megatron.metrics import HeadMetrics
 from compact_logits.megatron.postprocess import postprocess_wrapper
 from compact_logits.patching import MARKER
 
-__all__ = ["attach", "attached", "detach", "metrics_of", "gpt_model_of"]
+__all__ = ["attach", "attached", "detach", "gpt_model_of", "metrics_of"]
 
 
 def gpt_model_of(model: Any) -> GPTModel:
@@ -69,12 +69,12 @@ def detach(model: Any) -> None:
 
 
 def metrics_of(model: Any) -> HeadMetrics:
-    """What this model's head has counted; of all models of the class where an integration put the seam on the class.
+    """The metrics of this model's head; of all models of the class where an integration put the seam on the class.
 
     `metrics_of(model).take()` after each step gives the step's own. Raises `PatchError` where the seam is not in place.
     """
     inner = gpt_model_of(model)
-    counted = getattr(inner._postprocess, "figures", None)
+    counted = getattr(inner._postprocess, "metrics", None)
     if not isinstance(counted, HeadMetrics):
-        raise PatchError(f"this {type(inner).__name__} has no figures: its head is not attached; call attach first")
+        raise PatchError(f"this {type(inner).__name__} has no metrics: its head is not attached; call attach first")
     return counted

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from compact_logits.engine.balance import Balanced, Transfers, pays, return_rows
+from compact_logits.engine.row_gather import Local, Replicated, RowGather, SequenceSharded
 from compact_logits.errors import InputError
-from compact_logits.engine.row_gather import Local, Replicated, RowExchange, SequenceSharded
 from compact_logits.rows import RowSelection, select
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class ProjectedRows:
 
     rows: Tensor  # (local rows, hidden)
     targets: Tensor  # (projected rows,) int64
-    exchange: RowExchange
+    gather: RowGather
     give_back: Callable[[Tensor], Tensor]  # (projected rows, ...) to (kept rows of this rank, ...)
 
 
@@ -72,8 +72,8 @@ def project_rows(
     every = counts[shard] == hidden.shape[0]
     rows = hidden if every else select(hidden, selection.of_shard(shard, shards))
     if share is None or not share.pays:
-        exchange = _exchange(group, counts, sequence_parallel)
-        return ProjectedRows(rows, selection.targets, exchange, lambda values: values)
+        gather = _gather(group, counts, sequence_parallel)
+        return ProjectedRows(rows, selection.targets, gather, lambda values: values)
     over, rank = share.group, share.group.rank()
     of_shards = zip(*(each.counts(shards) for each in share.selections), strict=True)
     transfers = [Transfers.even(of_ranks) for of_ranks in of_shards]
@@ -81,12 +81,12 @@ def project_rows(
     return ProjectedRows(
         rows=rows,
         targets=_targets(share, transfers, rank),
-        exchange=Balanced(_exchange(group, shares, sequence_parallel), over, transfers[shard]),
+        gather=Balanced(_gather(group, shares, sequence_parallel), over, transfers[shard]),
         give_back=lambda values: return_rows(values, over, transfers),
     )
 
 
-def _exchange(group: ProcessGroup | None, counts: tuple[int, ...], sequence_parallel: bool) -> RowExchange:
+def _gather(group: ProcessGroup | None, counts: tuple[int, ...], sequence_parallel: bool) -> RowGather:
     if sequence_parallel:
         assert group is not None, "Megatron switches sequence parallelism off where there is one rank"
         return SequenceSharded(group, counts)

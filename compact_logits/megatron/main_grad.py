@@ -1,4 +1,4 @@
-"""Megatron's fused weight-gradient contract, for a head that is projected in chunks."""
+"""Megatron's fused weight-gradient contract, for a head that is projected slice by slice."""
 
 from __future__ import annotations
 
@@ -7,72 +7,52 @@ from megatron.core.tensor_parallel import layers
 from torch import Tensor
 
 from compact_logits.engine.matmul import add_product_
-from compact_logits.engine.slices import ChunkPlan
 
-__all__ = ["MainGrad", "MainGradSum"]
+__all__ = ["MainGrad"]
 
 
 class MainGrad:
-    """Adds every chunk's product to `weight.main_grad` and gives autograd the stand-in that DDP's hook expects.
+    """Adds every slice's product to `weight.main_grad` and gives autograd the stand-in that DDP's hook expects.
 
     The contract is that of Megatron's own linear layer under `gradient_accumulation_fusion`: `main_grad` is the buffer
     seen in forward; `grad_added_to_main_grad` is set where DDP has defined it, and then a gradient must be returned,
     zeros if `zero_out_wgrad` says that DDP will add it, uninitialised memory otherwise. All micro-batches of an
-    iteration must follow it, since DDP resets the flag once an iteration. A 16-bit `main_grad` is added to once: by the
-    kernel where each row is one product, else from an fp32 sum, so that its rounding does not grow with their number.
+    iteration must follow it, since DDP resets the flag once an iteration. Each row of `main_grad` gets one product a
+    micro-batch, accumulated in fp32, and is rounded once where it is 16 bits wide.
     """
 
-    lends = False  # its memory stands already, and has the other micro-batches' sum in it
-
     def __init__(
         self,
-        weight: Tensor,  # (vocab_local, hidden), with `main_grad`
+        parameter: Tensor,  # (vocab_local, hidden), with `main_grad`
     ) -> None:
-        self._parameter = weight
-        self._main_grad: Tensor = weight.main_grad  # type: ignore[attr-defined]
-
-    @property
-    def sums_in_place(self) -> bool:
-        return self._main_grad.dtype == torch.float32
-
-    def begin(self, weight: Tensor, plan: ChunkPlan, memory: Tensor | None = None) -> MainGradSum:
-        self._parameter.main_grad = self._main_grad  # type: ignore[attr-defined]
-        return MainGradSum(self._parameter, self._main_grad, weight.dtype, plan)
-
-
-class MainGradSum:
-    """What one backward pass adds."""
-
-    def __init__(
-        self,
-        parameter: Tensor,  # (vocab_local, hidden)
-        main_grad: Tensor,  # (vocab_local, hidden)
-        dtype: torch.dtype,  # of the weight that was used
-        plan: ChunkPlan,
-    ) -> None:
-        self._parameter, self._main_grad, self._dtype, self._widened = parameter, main_grad, dtype, plan.widened
+        self._parameter = parameter
+        self._main_grad: Tensor = parameter.main_grad  # type: ignore[attr-defined]
         self._kernels = getattr(layers, "fused_weight_gradient_mlp_cuda", None)
-        once = main_grad.dtype == torch.float32 or (len(plan.groups()) < 2 and self._kernels is not None)
-        self._total = None if once else torch.zeros_like(main_grad, dtype=torch.float32)
+
+    def __call__(
+        self,
+        weight: Tensor,  # (vocab_local, hidden), the parameter as forward used it
+    ) -> MainGrad:
+        """As the engine makes a `WeightGrad` when backward begins."""
+        self._dtype = weight.dtype
+        self._parameter.main_grad = self._main_grad  # type: ignore[attr-defined]
+        return self
 
     def add(
         self,
+        columns: slice,  # which rows of the weight
         d_logits: Tensor,  # (rows, columns)
-        hidden: Tensor,  # (rows, hidden)
-        columns: slice,  # which of the weight's rows
+        rows: Tensor,  # (rows, hidden)
     ) -> None:
-        if self._total is None and self._kernels is not None:
-            wide = self._main_grad.dtype == torch.float32
-            accumulate = self._kernels.wgrad_gemm_accum_fp32 if wide else self._kernels.wgrad_gemm_accum_fp16
-            accumulate(hidden, d_logits, self._main_grad[columns])
+        main_grad = self._main_grad[columns]
+        if self._kernels is None:
+            add_product_(main_grad, d_logits.t(), rows)
+        elif main_grad.dtype == torch.float32:
+            self._kernels.wgrad_gemm_accum_fp32(rows, d_logits, main_grad)
         else:
-            total = self._main_grad if self._total is None else self._total
-            add_product_(total[columns], d_logits.t(), hidden, widened=self._widened)
+            self._kernels.wgrad_gemm_accum_fp16(rows, d_logits, main_grad)
 
     def finish(self) -> Tensor | None:
-        if self._total is not None:
-            self._main_grad.add_(self._total)
-            self._total = None
         if not hasattr(self._parameter, "grad_added_to_main_grad"):
             return None
         self._parameter.grad_added_to_main_grad = True

@@ -8,7 +8,7 @@ from typing import Any
 from einops import rearrange
 from torch import Tensor
 
-from compact_logits.megatron.output_layer import armed
+from compact_logits.megatron.output_layer import compact_output_layer
 from compact_logits.megatron.request import Request
 
 __all__ = ["PROCESSOR_PARAMETERS", "output_processor"]
@@ -22,7 +22,7 @@ def output_processor(
     output_layer: Any,
     output_weight: Tensor | None,
     runtime_gather_output: bool | None,
-    context: tuple[Any, Request],  # the GPTModel and what it is asked
+    context: tuple[Any, Request],  # the GPTModel and its request
     scale_logits: Callable[[Tensor], Tensor],
     **_: Any,
 ) -> Tensor:  # (batch, sequence, 2) fp32, or the logits as they would have been
@@ -32,7 +32,7 @@ def output_processor(
     """
     model, request = context
     scale = model.config.mup_output_mult if getattr(model.config, "use_mup", False) else 1.0
-    with armed(output_layer, request, logit_scale=scale):
+    with compact_output_layer(output_layer, request, logit_scale=scale):
         answer, _bias = output_layer(hidden_states, weight=output_weight, runtime_gather_output=runtime_gather_output)
     if not request.compact:
         answer = scale_logits(answer)

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from compact_logits.errors import PatchError, RefusedError
 from compact_logits.megatron.metrics import HeadMetrics
-from compact_logits.megatron.output_layer import armed
+from compact_logits.megatron.output_layer import compact_output_layer
 from compact_logits.megatron.output_processor import PROCESSOR_PARAMETERS, output_processor
+from compact_logits.megatron.rank_check import check_head
 from compact_logits.megatron.refusals import refuse_call, refuse_head, refuse_model
 from compact_logits.megatron.request import Outcome, Request, request_of
 
@@ -24,15 +25,15 @@ NEEDED_PARAMETERS = ("hidden_states", "labels", "loss_mask", "runtime_gather_out
 logger = logging.getLogger("compact_logits")
 
 
-def postprocess_wrapper(original: Callable[..., Any], figures: HeadMetrics | None = None) -> Callable[..., Any]:
+def postprocess_wrapper(original: Callable[..., Any], metrics: HeadMetrics | None = None) -> Callable[..., Any]:
     """Wrap a GPTModel's `_postprocess` (as a function of `self` and the rest).
 
     A call whose loss mask carries no request goes through untouched, object for object. Where the version has the
     official output-processor contract, the wrapper only adds an output processor to the call; where it has not, the
-    output layer is armed for the time of the call. A refused call runs `original` as it came; the reason stands in the
-    request's outcome and is logged once, or raised as `RefusedError` if the request is strict. Where the call raises,
-    the request is as it was before. Every call that asked is counted in `figures`, which the wrapper carries by that
-    name.
+    output layer's forward is overridden for the time of the call. A refused call runs `original` as it came; the reason
+    stands in the request's outcome and is logged once, or raised as `RefusedError` if the request is strict. Where the
+    call raises, the request is as it was before. Every call with a request is counted in `metrics`, which the wrapper
+    carries by that name.
     Raises `PatchError` where `original` has not the parameters this relies on.
     """
     signature = inspect.signature(original)
@@ -42,24 +43,25 @@ def postprocess_wrapper(original: Callable[..., Any], figures: HeadMetrics | Non
             f"{original.__qualname__} has no parameter {missing[0]!r}: this version of it is not one "
             f"compact_logits is proven with; unset COMPACT_LOGITS or use a supported version"
         )
-    counted = HeadMetrics() if figures is None else figures
+    counted = HeadMetrics() if metrics is None else metrics
     native = all(name in signature.parameters for name in PROCESSOR_PARAMETERS)
-    told: set[str] = set()
+    warned: set[str] = set()
 
-    def tell(message: str) -> None:
-        kind = re.sub(r"\d+", "#", message)  # once, however many row counts it is said of
-        if kind not in told:
-            told.add(kind)
+    def warn_once(message: str) -> None:
+        kind = re.sub(r"\d+", "#", message)  # once, whatever the row counts in it
+        if kind not in warned:
+            warned.add(kind)
             logger.warning(message)
 
     def run(self: Any, request: Request, bound: inspect.BoundArguments) -> Tensor | None:
-        """What the model returns, with the request's outcome settled; `None` where `original` has not run."""
+        """What the model returns, with the request's outcome set; `None` where `original` has not run."""
         tied = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
-        reason = (
-            refuse_model(self)
-            or refuse_call(self, bound.arguments, native=native)
-            or refuse_head(self.output_layer, tied)
-        )
+        reason = refuse_call(self, bound.arguments, native=native)
+        if reason is None:
+            reason = refuse_model(self) or refuse_head(self.output_layer, tied)
+            if reason is not None:
+                weight = self.output_layer.weight if tied is None else tied
+                check_head(self.output_layer, bound.arguments["hidden_states"], weight, request, reason)
         if reason is not None:
             request.outcome = Outcome("full", reason)
             return None
@@ -68,10 +70,11 @@ def postprocess_wrapper(original: Callable[..., Any], figures: HeadMetrics | Non
             bound.arguments.update(output_processor=output_processor, output_processor_context=(self, request))
             result = original(*bound.args, **bound.kwargs)
         else:
-            with armed(self.output_layer, request, ordinary_calls=_mtp_calls(self, bound.arguments)):
+            ordinary = _mtp_calls(self, bound.arguments)
+            with compact_output_layer(self.output_layer, request, ordinary_calls=ordinary):
                 result = original(*bound.args, **bound.kwargs)
         if request.outcome is None:
-            seam = "output processor was accepted" if native else "output layer was armed"
+            seam = "output processor was accepted" if native else "output layer's forward was overridden"
             request.outcome = Outcome("full", f"the {seam} but never called")
         return result
 
@@ -92,17 +95,17 @@ def postprocess_wrapper(original: Callable[..., Any], figures: HeadMetrics | Non
         counted.record(request)
         if request.compact and result is not None:
             if self.config.mtp_num_layers:
-                tell("multi-token prediction still builds logits of every row for its own heads")
+                warn_once("multi-token prediction still builds logits of every row for its own heads")
             # The layer's result may come back as a view; pipeline schedules free outputs that own their storage.
             return request.give(result if result._base is None else result.clone())
         reason = request.reason
         if request.strict:
             raise RefusedError(f"COMPACT_LOGITS=strict: {reason}; set COMPACT_LOGITS=1 to let the full path run")
-        tell(f"full path: {reason}")
+        warn_once(f"full path: {reason}")
         return original(self, *args, **kwargs) if result is None else result
 
     _postprocess.__wrapped__ = original  # type: ignore[attr-defined]
-    _postprocess.figures = counted  # type: ignore[attr-defined]
+    _postprocess.metrics = counted  # type: ignore[attr-defined]
     return _postprocess
 
 

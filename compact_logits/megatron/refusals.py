@@ -14,7 +14,6 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from torch import Tensor
 
 from compact_logits.megatron.request import Request
-from compact_logits.megatron.thread_forward import ThreadForwards
 
 __all__ = ["refuse_call", "refuse_head", "refuse_model", "refuse_rows"]
 
@@ -58,10 +57,10 @@ def refuse_head(
     head: Any,  # the model's output layer
     weight: Tensor | None,  # the tied weight it is called with, if any
 ) -> str | None:
-    """Why this output layer cannot be projected in chunks, or `None`. Looks at types and flags, never at values."""
+    """Why this output layer cannot be projected in slices, or `None`. Looks at types and flags, never at values."""
     if type(head) not in _head_types():
         return f"the output layer is a {type(head).__name__}, proven are plain ColumnParallelLinear heads"
-    if not isinstance(vars(head).get("forward"), ThreadForwards | None):
+    if "forward" in vars(head):
         return "the output layer's forward is overridden on the instance"
     hooks = _hooks(head)
     if hooks is not None:

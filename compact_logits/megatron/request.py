@@ -9,15 +9,16 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from compact_logits.engine.validation import check_chunk_bytes, check_flag, check_temperature, check_vocab_size
 from compact_logits.errors import InputError
 from compact_logits.host_values import as_index, describe
 from compact_logits.megatron.kept_rows import ContextShare
+from compact_logits.megatron.rank_check import check_request, tensor_parallel_group
 from compact_logits.rows import RowSelection
 from compact_logits.scorers.log_prob_scorer import Entropy, check_entropy
 from compact_logits.scorers.top_p import TopPMask
-from compact_logits.engine.validation import check_chunk_bytes, check_flag, check_temperature, check_vocab_size
 
-__all__ = ["Outcome", "Request", "mark", "request_of"]
+__all__ = ["Outcome", "Request", "mark", "request_of", "set_request"]
 
 _ATTRIBUTE = "_compact_logits_request"
 
@@ -47,22 +48,24 @@ class Request:
     batch: int = 1
     temperature: float | Tensor = 1.0  # scalar or (kept,)
     entropy: Entropy = "none"
-    nucleus: TopPMask | None = None  # of the kept rows
+    top_p: TopPMask | None = None  # of the kept rows
     sum_p2: bool = False  # a third scalar a row, the sum of squared probabilities
-    share: ContextShare | None = None  # of all context-parallel ranks' rows; with a scalar temperature, no nucleus
+    share: ContextShare | None = None  # of all context-parallel ranks' rows; with a scalar temperature, no top-p mask
     vocab_size: int | None = None  # ids from here on are padding, not counted; None counts every column
-    chunk_bytes: int | None = None
-    compile: bool = False  # fuse the passes over a block of logits by torch.compile
+    chunk_bytes: int | None = None  # of logits; None for 1 GiB on a GPU, 256 MiB on a CPU
     fp32_logits: bool = False  # leave out the rounding of 16-bit logits, on CUDA alone
     strict: bool = False
-    check_ranks: bool = True  # raise where tensor-parallel ranks were asked something else
+    check_ranks: bool | None = None  # False: tensor-parallel ranks do not compare their requests
     outcome: Outcome | None = None
+    largest_id: int | None = None  # of the targets, where the ranks have compared them
     _answer: StorageWeakRef | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         check_entropy(self.entropy)
-        for name in ("sum_p2", "compile", "fp32_logits", "strict", "check_ranks"):
+        for name in ("sum_p2", "fp32_logits", "strict"):
             check_flag(name, getattr(self, name))
+        if self.check_ranks is not None:
+            check_flag("check_ranks", self.check_ranks)
         check_temperature(self.temperature, (self.selection.kept,), self.selection.targets.device)
         if not isinstance(self.temperature, Tensor):
             self.temperature = float(self.temperature)
@@ -72,14 +75,15 @@ class Request:
         if batch is None or batch < 1:
             raise InputError(f"batch must be a positive whole number of sequences, got {describe(self.batch)}")
         self.batch = batch
-        if self.nucleus is not None and self.nucleus.recorded.shape[0] != self.selection.kept:
+        if self.top_p is not None and self.top_p.recorded.shape[0] != self.selection.kept:
             raise InputError(
-                f"the nucleus is of {self.nucleus.recorded.shape[0]} rows and {self.selection.kept} are kept; "
+                f"the top-p mask is of {self.top_p.recorded.shape[0]} rows and {self.selection.kept} are kept; "
                 f"build it for the kept rows"
             )
-        if self.share is not None and (self.nucleus is not None or isinstance(self.temperature, Tensor)):
+        if self.share is not None and (self.top_p is not None or isinstance(self.temperature, Tensor)):
             raise InputError(
-                "context-parallel ranks exchange rows without a nucleus or a temperature of their own; leave share None"
+                "context-parallel ranks exchange rows without a top-p mask or a temperature of their own; leave "
+                "share None"
             )
 
     @property
@@ -114,13 +118,23 @@ def mark(
 
     An attribute survives DDP, mixed-precision wrappers and schedule plans, which hand the tensor on as it is, and is
     lost by whatever makes a new mask; the head then knows of no request and runs the full path.
+    Every tensor-parallel rank must call this, before the model: they compare their requests, unless its `check_ranks`
+    is False, and raise the same `DisagreementError` where these differ.
     Raises `InputError` where the mask has another number of rows than the selection.
+    Collectives: one all-gather of 80 bytes over Megatron's tensor-parallel group, whose result the host waits for.
     """
     if loss_mask.numel() != request.selection.num_rows:
         raise InputError(
             f"the loss mask has {loss_mask.numel()} rows and the selection was built for "
             f"{request.selection.num_rows}; build it from this micro-batch's layout"
         )
+    if request.check_ranks is not False:
+        request.largest_id = check_request(request, tensor_parallel_group())
+    return set_request(loss_mask, request)
+
+
+def set_request(loss_mask: Tensor, request: Request) -> Tensor:
+    """As `mark`, of a request that the ranks have compared already."""
     setattr(loss_mask, _ATTRIBUTE, request)
     return loss_mask
 

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-from compact_logits.first_order import first_order
+from torch.autograd.function import once_differentiable
 
 __all__ = ["full_head", "full_topk_head"]
 
@@ -82,7 +81,7 @@ class _SoftmaxKept(torch.autograd.Function):
         return log_prob, entropy
 
     @staticmethod
-    @first_order
+    @once_differentiable
     def backward(ctx: Any, d_log_prob: Tensor, d_entropy: Tensor) -> tuple[Tensor, None, None, None, None]:
         softmax, targets, *of_entropy = ctx.saved_tensors
         d_logits = None
@@ -124,7 +123,7 @@ class _TopKSoftmaxKept(torch.autograd.Function):
         return (q * (teacher_log_probs - log_softmax.gather(1, teacher_ids))).sum(dim=1)
 
     @staticmethod
-    @first_order
+    @once_differentiable
     def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor, None, None]:
         softmax, q, teacher_ids = ctx.saved_tensors
         grad = softmax * q.sum(dim=1, keepdim=True)

@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from compact_logits.engine.validation import check_chunk_bytes, check_flag, check_temperature
 from compact_logits.errors import InputError
 from compact_logits.host_values import as_index, describe
 from compact_logits.scorers.log_prob_scorer import Entropy, check_entropy
-from compact_logits.engine.validation import check_chunk_bytes, check_flag, check_temperature
 
 __all__ = ["HeadBytes", "HeadSize"]
 

@@ -51,7 +51,9 @@ def check_cp(cp_rank: int, cp_size: int) -> None:
     """Raise `LayoutError` unless both are whole numbers and `0 <= cp_rank < cp_size`."""
     rank, size = as_index(cp_rank), as_index(cp_size)
     if rank is None or size is None or not 0 <= rank < size:
-        raise LayoutError(f"needed 0 <= cp_rank < cp_size, got cp_rank {describe(cp_rank)} and cp_size {describe(cp_size)}")
+        raise LayoutError(
+            f"needed 0 <= cp_rank < cp_size, got cp_rank {describe(cp_rank)} and cp_size {describe(cp_size)}"
+        )
 
 
 def check_enough_rows(layout: str, num_rows: int, needed: int, total_lengths: Sequence[int]) -> None:
@@ -60,8 +62,8 @@ def check_enough_rows(layout: str, num_rows: int, needed: int, total_lengths: Se
     if rows is None or rows < needed:
         raise LayoutError(
             f"the {layout} layout of {len(total_lengths)} sequences with {sum(total_lengths)} tokens needs {needed} "
-            f"rows on this rank, got {describe(num_rows)}; pass the rows of this rank's model input, padding included and "
-            f"before sequence parallelism splits them"
+            f"rows on this rank, got {describe(num_rows)}; pass the rows of this rank's model input, padding included "
+            f"and before sequence parallelism splits them"
         )
 
 

@@ -98,6 +98,17 @@ class Layout:
             label_source[run.row : run.row + length] = torch.arange(start + 1, start + 1 + length)
         return label_source
 
+    def labels(
+        self,
+        tokens: Tensor,  # (tokens,) int64, as `join_tokens` gives them
+    ) -> Tensor:  # (rows,) int64, on the device of `tokens`
+        """The token that each row predicts, 0 where it predicts none. Device synchronisation: none."""
+        if not tokens.shape[0]:
+            return tokens.new_zeros(self.num_rows)
+        source = self.label_source.pin_memory() if tokens.is_cuda else self.label_source
+        source = source.to(tokens.device, non_blocking=True)
+        return torch.where(source >= 0, tokens[source.clamp(min=0)], 0)
+
     @cached_property
     def response_source(self) -> Tensor:  # (rows,) int64
         """The response token that the row predicts, as an index into all whole responses one after another; or -1."""

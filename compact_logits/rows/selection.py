@@ -67,12 +67,12 @@ class RowSelection:
                 f"row {row} is kept but its label is token {int(label_source[row])} of only {tokens.shape[0]}; "
                 f"pass the tokens of all the micro-batch's sequences"
             )
-        return cls(
-            indices=host_indices.to(tokens.device, non_blocking=True),
-            targets=tokens[sources.to(tokens.device, non_blocking=True)].to(torch.int64),
-            num_rows=keep.shape[0],
-            host_indices=host_indices,
-        )
+        both = torch.stack([host_indices, sources])
+        if tokens.is_cuda:
+            both = both.pin_memory()  # so that the copy does not make the host wait
+        indices, sources = both.to(tokens.device, non_blocking=True)
+        targets = tokens[sources].to(torch.int64)
+        return cls(indices=indices, targets=targets, num_rows=keep.shape[0], host_indices=host_indices)
 
     @classmethod
     def of_masks(

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from compact_logits.engine import validation
 from compact_logits.engine.eager import eager
+from compact_logits.engine.linear import as_autocast, score_hidden
+from compact_logits.engine.logits import rows_of, score_logits
 from compact_logits.engine.rank_check import RankCheck
 from compact_logits.engine.slices import accumulation_dtype
-from compact_logits.engine.logits import rows_of, score_logits
-from compact_logits.engine.linear import as_autocast, score_hidden
+from compact_logits.engine.vocab_shard import VocabShard
 from compact_logits.scorers.log_prob_scorer import (
     Entropy,
     LogProbScorer,
@@ -20,7 +20,6 @@ from compact_logits.scorers.log_prob_scorer import (
     check_entropy,
     inverse_temperatures,
 )
-from compact_logits.engine.vocab_shard import VocabShard
 
 __all__ = ["linear_log_probs", "log_probs"]
 

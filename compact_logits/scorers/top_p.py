@@ -88,7 +88,8 @@ class TopPScorer:
         return _Entries.build(self.mask, self.base)
 
     def of_rows(self, rows: slice | Tensor) -> TopPScorer:
-        raise NotImplementedError("top-p masks are replayed from hidden states, whose rows are projected together")
+        assert rows == slice(0, self.mask.recorded.shape[0]), "top-p masks are replayed over all rows at a time"
+        return self
 
     def new_stats(self) -> tuple[Tensor, ...]:  # those of `base`; the logit of each entry
         return *self.base.new_stats(), self.base.inverse_temperature.new_empty(self._entries.row.shape[0])
@@ -143,7 +144,8 @@ class _TopPGrad:
     values: Tensor  # (entries,)
 
     def of_rows(self, rows: slice) -> _TopPGrad:
-        raise NotImplementedError
+        assert rows == slice(0, self.whole.shift.shape[0]), "top-p masks are replayed over all rows at a time"
+        return self
 
     def write_(self, logits: Tensor, first: int) -> None:
         self.whole.write_(logits, first)

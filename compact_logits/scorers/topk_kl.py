@@ -10,16 +10,16 @@ from torch import Tensor
 
 from compact_logits.engine import validation
 from compact_logits.engine.eager import eager
+from compact_logits.engine.linear import as_autocast, score_hidden
+from compact_logits.engine.logits import rows_of, score_logits
 from compact_logits.engine.rank_check import RankCheck
 from compact_logits.engine.slices import accumulation_dtype
+from compact_logits.engine.vocab_shard import VocabShard
 from compact_logits.errors import InputError
-from compact_logits.engine.logits import rows_of, score_logits
 from compact_logits.host_values import as_float, describe
-from compact_logits.engine.linear import as_autocast, score_hidden
 from compact_logits.rows import scatter
 from compact_logits.scorers.log_prob_scorer import inverse_temperatures
 from compact_logits.scorers.topk_scorer import TopKScorer
-from compact_logits.engine.vocab_shard import VocabShard
 
 __all__ = ["TopKKL", "check_form", "linear_topk_kl", "topk_kl"]
 
@@ -59,8 +59,8 @@ def topk_kl(
 ) -> TopKKL:  # (...) each
     """`sum_k q_k (log q_k - log p_k)` over the teacher's ids, with `p = softmax(logits / temperature)`.
 
-    Equals `reference.topk_kl`; in backward it holds the gradient of `logits` in their dtype, with `tail` a copy of as many
-    rows as take `chunk_bytes`.
+    Equals `reference.topk_kl`; holds their gradient, in their dtype, in backward, and with `tail` a copy of as many
+    rows of `logits` as take `chunk_bytes`.
     The teacher's log-probs are taken as given, at whatever temperature they were made, and get no gradient; an id may
     be listed twice, and then counts twice, but once with `tail`. The truncated KL may be negative. A log-prob that is
     NaN gives a loss that is NaN.
@@ -77,9 +77,9 @@ def topk_kl(
     any more: whoever saved them for a backward of his own gets autograd's error, and so does a second backward.
     `check_ranks`: as in `linear_log_probs`; compared are also the loss mask, and the teacher of the rows it counts.
 
-    Collectives over `shard.group`: forward one all-gather of 112 bytes a rank where ranks are compared, and two, of `k + 2`
-    (`tail`: `k + 3`) and of 6 numbers a row, however many slices; backward none. Raises `InputError` before all but the
-    first.
+    Collectives over `shard.group`: forward one all-gather of 112 bytes a rank where ranks are compared, and two, of
+    `k + 2` (`tail`: `k + 3`) and of 6 numbers a row, however many slices; backward none. Raises `InputError` before all
+    but the first.
     """
     with RankCheck("topk_kl", shard, check_ranks, logits, teacher_log_probs, teacher_ids) as check:
         teacher = {"teacher_log_probs": teacher_log_probs, "teacher_ids": teacher_ids}
@@ -246,5 +246,7 @@ def check_form(
         )
     clamp = as_float(log_prob_min_clamp)
     if clamp is None or not clamp <= 0.0:
-        raise InputError(f"log_prob_min_clamp bounds log-probs, which are at most 0, got {describe(log_prob_min_clamp)}")
+        raise InputError(
+            f"log_prob_min_clamp bounds log-probs, which are at most 0, got {describe(log_prob_min_clamp)}"
+        )
     return clamp, eps

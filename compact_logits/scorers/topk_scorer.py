@@ -135,19 +135,19 @@ class TopKScorer:
 
     def logits_grad(self, saved: tuple[Tensor, ...], grads: tuple[Tensor | None, ...]) -> SoftmaxGrad:
         maximum, total, of_others, of_listed, z = saved
-        assert grads[0] is not None  # the only output that has a gradient
-        d_row = grads[0].double() * self.inverse_temperature
+        d_row = torch.zeros_like(total) if grads[0] is None else grads[0].double() * self.inverse_temperature
+        unread = d_row == 0  # an id that no rank has must not make NaN of a gradient that is zero
         q, log_q = self._teacher()
         log_p = z - maximum[:, None] - total.log()[:, None]
         q = q.masked_fill(~self._clamped(log_p, log_q)[1], 0.0)
         if self.tail_mass_eps is None:
             q = summed_by_id(self.teacher_ids, q)
-        at_ids = (log_p.exp() * of_listed[:, None] - q) * d_row[:, None]
+        at_ids = ((log_p.exp() * of_listed[:, None] - q) * d_row[:, None]).masked_fill(unread[:, None], 0.0)
         dtype = self.inverse_temperature.dtype
         return SoftmaxGrad(
             inverse_temperature=self.inverse_temperature,
             shift=maximum.to(dtype),
-            scale=(d_row * of_others / total).to(dtype),
+            scale=(d_row * of_others / total).masked_fill(unread, 0.0).to(dtype),
             slope=None,
             ids=self._listed_ids,
             values=at_ids.to(dtype),

@@ -16,8 +16,8 @@ from compact_logits.cli.launch_flags import read_flags
 from compact_logits.cli.launch_script import read_arguments, read_launch_script
 from compact_logits.cli.slime_recipe import LOOKED_AT, Decision, decide
 from compact_logits.integrations.slime.recipe import refusals
-from tests.upstream.slime.recipes import RECIPES, REFUSED, Recipe
 from tests.support.source_tree import ROOT
+from tests.upstream.slime.recipes import RECIPES, REFUSED, Recipe
 
 NAMES = {flag.strip("-").replace("-", "_"): flag for flag in LOOKED_AT}
 HOOK = "--custom-megatron-init-path compact_logits.integrations.slime.install"

@@ -18,8 +18,8 @@ import torch
 from compact_logits.cli import rollouts
 from compact_logits.cli.saved_rollouts import MAX_TOKENS, read_any_rollouts
 from compact_logits.errors import CompactLogitsError, InputError
-from tests.upstream.slime.tree import needs_trees
 from tests.support.source_tree import ROOT
+from tests.upstream.slime.tree import needs_trees
 
 # As slime's Sample.to_dict has it, less what is of no matter here.
 SAMPLE: dict[str, Any] = {

@@ -15,9 +15,9 @@ from compact_logits.cli.launch_script import read_arguments
 from compact_logits.cli.slime_features import FEATURES, Feature, Features
 from compact_logits.cli.slime_recipe import decide
 from compact_logits.integrations.slime import SUPPORTED
+from tests.support.source_tree import ROOT
 from tests.upstream.slime.compare import EQUAL
 from tests.upstream.slime.recipes import EXTREME, RECIPES, REFUSED, TABLE_LAYOUTS
-from tests.support.source_tree import ROOT
 
 TABLE = Features.read()
 EVERY = [*RECIPES, *EXTREME, *REFUSED]

@@ -26,7 +26,7 @@ from compact_logits.engine.dtensor import VocabPlacement
 from compact_logits.errors import CompactLogitsError, ConfigError, InputError, LayoutError, PatchError
 from compact_logits.integrations import slime, verl
 from compact_logits.integrations.slime.batch import CheckedIterator
-from compact_logits.integrations.slime.replay import nucleus_of
+from compact_logits.integrations.slime.replay import top_p_mask
 from compact_logits.integrations.torchforge import compute_logprobs_from_hidden
 from compact_logits.rows import packed
 from compact_logits.megatron import Request
@@ -62,14 +62,14 @@ def promptless(mask: list[int]) -> None:
     CheckedIterator(SimpleNamespace(get_next=lambda keys: dict(fields))).get_next([])
 
 
-NUCLEUS = TopPMask(torch.arange(0), torch.arange(0), torch.zeros(3, dtype=torch.bool))
+TOP_P = TopPMask(torch.arange(0), torch.arange(0), torch.zeros(3, dtype=torch.bool))
 LAYOUT = packed([3], [2], 3)
 
 CASES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (
-        lambda: Request(selection(), nucleus=NUCLEUS),
+        lambda: Request(selection(), top_p=TOP_P),
         InputError,
-        "the nucleus is of 3 rows and 2 are kept; build it for the kept rows",
+        "the top-p mask is of 3 rows and 2 are kept; build it for the kept rows",
     ),
     (
         started,
@@ -104,9 +104,9 @@ CASES: list[tuple[Callable[[], Any], type[Exception], str]] = [
         "needed at least one teacher id a row, got k = 0",
     ),
     (
-        lambda: nucleus_of([[1]], [], LAYOUT, selection()),
+        lambda: top_p_mask([[1]], [], LAYOUT, selection()),
         LayoutError,
-        "needed one recorded nucleus list and one offset list for each of 1 samples, got 1 and 0",
+        "needed one recorded top-p list and one offset list for each of 1 samples, got 1 and 0",
     ),
     (
         lambda: verl.no_such_name,  # type: ignore[attr-defined]

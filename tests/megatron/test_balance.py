@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from compact_logits.engine.slices import plan_chunks
 from compact_logits.cli.cpu_model import cpu_megatron
+from compact_logits.engine.slices import vocab_slices
 from compact_logits.errors import InputError
 from compact_logits.megatron import Request, output_layer
 from compact_logits.megatron.kept_rows import ContextShare, ProjectedRows, project_rows
@@ -61,8 +61,9 @@ def compare(rank: int, world: int, cut: Cut, dtype: torch.dtype) -> dict[str, tu
                 assert_gradient_close_to_truth(*trio, factor=factor, name=f"{mask}: gradient of {name}")
             found[mask] = (micro.selection.kept, projected[-1].targets.shape[0], share.pays)
             assert outcomes[-1].projected_rows == found[mask][1]
-            held = plan_chunks(found[mask][1], VOCAB // cut.tp, dtype, torch.device("cpu"), 3000)
-            taken = held.bytes_in_forward(dtype, keeps=True, blocks=2)
+            hidden = 32
+            slices = vocab_slices(found[mask][1], VOCAB // cut.tp, hidden, dtype, torch.device("cpu"), 3000)
+            taken = slices.held_logits(keep=True) * dtype.itemsize
             spared = 4 * VOCAB // cut.tp * micro.selection.num_rows - taken
             assert outcomes[-1].bytes_not_allocated == max(spared, 0)
     return found
@@ -114,11 +115,11 @@ def test_one_selection_for_each_rank() -> None:
     "asked",
     [
         {"temperature": torch.ones(3)},
-        {"nucleus": TopPMask(torch.arange(0), torch.arange(0), torch.zeros(3, dtype=torch.bool))},
+        {"top_p": TopPMask(torch.arange(0), torch.arange(0), torch.zeros(3, dtype=torch.bool))},
     ],
-    ids=["temperature", "nucleus"],
+    ids=["temperature", "top-p"],
 )
 def test_what_does_not_travel_with_the_rows_is_refused(asked: dict[str, Tensor]) -> None:
     share = ContextShare(Group(), (selection(3), selection(1)))  # type: ignore[arg-type]
-    with pytest.raises(InputError, match="without a nucleus or a temperature of their own; leave share None"):
+    with pytest.raises(InputError, match="without a top-p mask or a temperature of their own; leave share None"):
         Request(selection(3), share=share, **asked)  # type: ignore[arg-type]

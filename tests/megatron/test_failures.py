@@ -11,13 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from compact_logits import projection
 from compact_logits.cli.cpu_model import build_gpt, cpu_megatron
+from compact_logits.engine import linear
+from compact_logits.engine.scorer import SoftmaxGrad
+from compact_logits.engine.weight_grad import ReturnedWeightGrad
 from compact_logits.megatron import attach, output_layer
 from compact_logits.megatron.postprocess import postprocess_wrapper
 from compact_logits.patching import Patch
 from compact_logits.scorers.log_prob_scorer import LogProbScorer
-from compact_logits.engine.weight_grad import ReturnedSum
 from tests.support.gpt_paths import VOCAB, Cut, Micro, micro_batch
 from tests.support.marked_gpt import Came, call, came_of, differences, kept_scalars, marked, objective
 from tests.support.ranks import RankPool
@@ -45,20 +46,20 @@ def fails_at(number: int, function: Callable[..., Any]) -> Callable[..., Any]:
 
 # What goes wrong, and at which of its calls.
 IN_FORWARD: list[tuple[Any, str, int]] = [
-    (output_layer, "check_same_question", 1),
+    (output_layer, "check_head", 1),
     (output_layer, "project_rows", 1),
-    (LogProbScorer, "local_stats", 1),
-    (LogProbScorer, "local_stats", 3),
+    (LogProbScorer, "add_slice_", 1),
+    (LogProbScorer, "add_slice_", 2),
     (LogProbScorer, "merge", 1),
-    (projection, "project", 2),
+    (linear, "project", 2),
     (output_layer, "scatter", 1),
 ]
 IN_BACKWARD: list[tuple[Any, str, int]] = [
-    (LogProbScorer, "d_logits_", 1),
-    (LogProbScorer, "d_logits_", 3),
-    (projection, "project", 1),
-    (ReturnedSum, "add", 2),
-    (ReturnedSum, "finish", 1),
+    (LogProbScorer, "logits_grad", 1),
+    (SoftmaxGrad, "write_", 2),
+    (linear, "project", 1),
+    (ReturnedWeightGrad, "add", 2),
+    (ReturnedWeightGrad, "finish", 1),
 ]
 
 
@@ -82,7 +83,7 @@ def asked(model: Any, micro: Micro) -> Came:
 def raises(rank: int, world: int, cut: Cut) -> None:
     micro = micro_batch(rank, cut, "holes")
     with cpu_megatron(rank, world, tp=cut.tp):
-        model: Any = build_gpt(tp=cut.tp, vocab=VOCAB, layers=1)
+        model: Any = build_gpt(tp=cut.tp, vocab=4 * VOCAB, layers=1)  # three slices on each of two ranks
         plain = ordinary(model, micro)
         attach(model)
         names = set(vars(model.output_layer)), set(vars(model))
@@ -112,7 +113,7 @@ def raises(rank: int, world: int, cut: Cut) -> None:
             loss = objective(call(model, micro, loss_mask), micro, request)
             with going_wrong(*place):
                 loss.backward(retain_graph=True)
-            # What has been written over is formed again: the same graph still has its gradients.
+            # What has been overwritten is recomputed: the same graph still has its gradients.
             model.zero_grad(set_to_none=True)
             loss.backward()
             for weight, gradient in right.gradients.items():

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from compact_logits.cli.cpu_model import build_gpt, cpu_megatron
-from compact_logits.held_logits import HeldLogits
+from compact_logits.engine.weight_grad import ReturnedWeightGrad
 from compact_logits.megatron import attach, output_layer
 from compact_logits.megatron.attach import gpt_model_of
-from compact_logits.engine.weight_grad import ReturnedWeightGrad
 from tests.support.ddp import late_gathers, wrapped
 from tests.support.fused_wgrad import fused_kernels
 from tests.support.gpt_paths import VOCAB, Cut, micro_batch
@@ -87,23 +86,6 @@ def test_case_3_10_and_9_3_the_sum_of_all_micro_batches(rank_pool: RankPool, kin
     rank_pool.run(1, compared, kind, tied)
 
 
-def rows_in_groups(rank: int, world: int) -> None:
-    plans: list[Any] = []
-    make = HeldLogits.make
-
-    def spied(plan: Any, *args: Any, **options: Any) -> HeldLogits:
-        plans.append(plan)
-        return make(plan, *args, **options)
-
-    with patch.object(HeldLogits, "make", spied):
-        compared(rank, world, "bf16, main_grad fp32", tied=False)
-    assert max(len(plan.groups()) for plan in plans) == 3, plans
-
-
-def test_rows_in_groups_add_to_main_grad_group_by_group(rank_pool: RankPool) -> None:
-    rank_pool.run(1, rows_in_groups)
-
-
 def test_a_returned_gradient_is_lost_beside_a_fused_one(rank_pool: RankPool) -> None:
     rank_pool.run(1, loses)
 
@@ -112,7 +94,7 @@ def loses(rank: int, world: int) -> None:
     """The naive way: DDP drops what is returned, once any micro-batch of the iteration has used the kernel."""
     with cpu_megatron(rank, world, tp=1):
         plain = main_grads(torch.float32, asks=False)
-        with patch.object(output_layer, "MainGrad", lambda weight: ReturnedWeightGrad()):
+        with patch.object(output_layer, "MainGrad", lambda weight: ReturnedWeightGrad):
             naive = main_grads(torch.float32, asks=True)
     assert (naive[HEAD] - plain[HEAD]).norm() > 0.3 * plain[HEAD].norm()
     assert torch.allclose(naive[EMBEDDING], plain[EMBEDDING], rtol=1e-4, atol=1e-5), "all else is as it should be"

@@ -179,7 +179,7 @@ def scaled(rank: int, world: int) -> None:
             assert_as_the_full_path(model, MICRO)
 
 
-def test_two_threads_ask_one_model(rank_pool: RankPool) -> None:
+def test_two_threads_that_share_a_model_are_right_on_either_path(rank_pool: RankPool) -> None:
     rank_pool.run(1, two_threads)
 
 
@@ -189,9 +189,9 @@ def two_threads(rank: int, world: int) -> None:
         model = double_model()
         attach(model)
         hidden = torch.randn(56, 1, 32, dtype=torch.float64)
-        alone = {name: answer(model, hidden, micro) for name, micro in MICROS.items()}
+        alone = {name: answer(model, hidden, micro)[1] for name, micro in MICROS.items()}
         meet = threading.Barrier(2, timeout=30)
-        together: dict[str, Tensor | str] = {}
+        together: dict[str, tuple[str, Tensor]] = {}
 
         def wait_for_the_other(module: Any, args: Any) -> None:
             meet.wait()
@@ -202,7 +202,7 @@ def two_threads(rank: int, world: int) -> None:
             try:
                 together[name] = answer(model, hidden, MICROS[name])
             except BaseException as error:
-                together[name] = repr(error)
+                together[name] = repr(error), hidden
 
         for _ in range(5):
             threads = [threading.Thread(target=ask, args=(name,)) for name in MICROS]
@@ -210,18 +210,18 @@ def two_threads(rank: int, world: int) -> None:
                 thread.start()
             for thread in threads:
                 thread.join(60)
+            reasons = sorted(reason for reason, _ in together.values())
+            assert reasons in (["", "the output layer's forward is overridden on the instance"], ["", ""]), reasons
             for name, expected in alone.items():
-                found = together.pop(name)
-                assert isinstance(found, Tensor) and torch.equal(found, expected), found
+                torch.testing.assert_close(together.pop(name)[1].double(), expected.double(), rtol=1e-5, atol=1e-5)
             assert "forward" not in vars(model.output_layer)
 
 
 MICROS = {"holes": MICRO, "first": micro_batch(0, Cut(1), "first sequence")}
 
 
-def answer(model: Any, hidden: Tensor, micro: Any) -> Tensor:
+def answer(model: Any, hidden: Tensor, micro: Any) -> tuple[str, Tensor]:  # why not compact; (kept, 2)
     loss_mask, request = marked(micro, entropy="metric")
     given = dict.fromkeys(("input_ids", "position_ids", "labels", "rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin"))
     output = model._postprocess(hidden_states=hidden, loss_mask=loss_mask, **given)
-    assert request.compact, request.outcome
-    return kept_scalars(output, micro, request)
+    return request.reason, kept_scalars(output, micro, request)

@@ -18,13 +18,14 @@ def assert_close_to_truth(
     limit: float | None = None,
     name: str = "value",
 ) -> float:
-    """Largest absolute error of `ours`, which may be at most `factor` times that of `plain`, plus `floor`.
+    """Largest absolute error of `ours`: at most `factor` times that of `plain`, plus `floor` of the largest true value.
 
-    With `limit`, it may not pass that either, however bad `plain` is. Raises `AssertionError` for that, for another
-    shape or dtype than `plain` has, and for anything in the three that is not finite.
+    (Of 1, if that is more.) With `limit`, it may not pass that either, however bad `plain` is. Raises `AssertionError`
+    for that, for another shape or dtype than `plain` has, and for anything in the three that is not finite.
     """
     wide_ours, wide_plain, wide_truth = _comparable(ours, plain, truth, name)
     error = _largest(wide_ours - wide_truth)
+    floor *= min(_largest(wide_truth), 1.0)
     _judge(error, _largest(wide_plain - wide_truth), factor, floor, limit, f"{name}: largest error")
     return error
 

@@ -16,7 +16,6 @@ __all__ = ["mismatches"]
 # Against the error of plain code of the same dtype, as everywhere, and this many roundings of what was added up: two
 # ways of adding the same few numbers may differ by so much, and one draw in ten thousand finds where they do.
 FACTOR, ROUNDINGS = 1.1, 8.0
-OF_ROWS = ("loss", "student_mass", "teacher_mass", "head_loss", "tail_loss", "student_tail_mass", "teacher_tail_mass")
 
 
 def mismatches(
@@ -30,8 +29,7 @@ def mismatches(
         return found
     rows = kept_rows(example)
     ours = _joined(example, parts, rows)
-    same = dense(example, data, getattr(torch, example.dtype))
-    truth = dense(example, data, torch.float64)
+    same, truth = dense(example, data, truth=False), dense(example, data, truth=True)
     if ours.keys() != truth.keys():
         return [f"results are {sorted(ours)}, needed {sorted(truth)}"]
     floors = _Floors(example, data, rows)
@@ -53,7 +51,7 @@ def _structure(example: Example, parts: list[list[Part]]) -> list[str]:
     first = parts[0]
     for name in first[0]:
         # A slice of the vocabulary, or of the rows, is each rank's own.
-        own = {"d_weight", "d_bias", "d_logits", "source", "shard_rows"}
+        own = {"d_weight", "d_bias", "d_logits", "source", "shard_rows", "padding"}
         own |= {"d_hidden"} if example.sequence_parallel else set()
         if name not in own:
             found += [f"{name} differs between ranks" for other in parts[1:] if not _equal(first, other, name)]
@@ -62,10 +60,12 @@ def _structure(example: Example, parts: list[list[Part]]) -> list[str]:
         return [*found, f"kept are the rows {rows.tolist()}, needed {kept_rows(example).tolist()}"]
     for rank in parts:
         for part in rank:
-            for tensor in [part.get("d_hidden")] if example.given == "hidden" else []:
-                off = ~torch.isin(part["source"], part["kept"]) if tensor is not None else None
-                if tensor is not None and tensor[off].count_nonzero():
-                    found.append("rows that do not count have a gradient")
+            off = ~torch.isin(part["source"], part["kept"])
+            if part.get("d_hidden") is not None and part["d_hidden"][off].count_nonzero():
+                found.append("rows that do not count have a gradient")
+            of_ids = [part.get("d_weight"), part.get("d_bias"), part["d_logits"].t() if "d_logits" in part else None]
+            if any(each is not None and each[part["padding"] :].count_nonzero() for each in of_ids):
+                found.append("padded ids have a gradient")
     for sample, mask in enumerate(masks_of(example)):
         total, response = example.lengths[sample]
         place = torch.cat([part["positions"][sample] for part in first])
@@ -98,7 +98,8 @@ def _equal(first: list[Part], other: list[Part], name: str) -> bool:
 
 
 def _outputs(part: Part) -> list[str]:
-    return [name for name in part if name in ("log_probs", "entropy", *OF_ROWS)]
+    """The first entries: what the scorer returned."""
+    return list(part)[: list(part).index("kept")]
 
 
 def _joined(example: Example, parts: list[list[Part]], rows: Tensor) -> dict[str, Tensor | None]:
@@ -135,18 +136,17 @@ class _Floors:
         dtype = getattr(torch, example.dtype)
         self.narrow = torch.finfo(dtype).eps * (0.5 if dtype.itemsize == 2 else ROUNDINGS)
         self.wide = torch.finfo(torch.promote_types(dtype, torch.float32)).eps * ROUNDINGS
-        temperature = data.temperature_of(rows)
-        low = float(temperature.min()) if isinstance(temperature, Tensor) and len(rows) else 1.0
-        low = low if isinstance(temperature, Tensor) else temperature
-        self.logit = 1.0 + _largest(data.logits[rows].double()) / low
+        head = data.head.of_rows(rows)
+        low = float(torch.as_tensor(head.temperature).amin()) if len(rows) else 1.0
+        self.logit = 1.0 + _largest(data.logits[rows, : example.real].double()) / low
         of_entropy = 2.0 * (1.0 + self.logit)
-        gross = 2.0 * data.gradients[0][rows].double().abs() + of_entropy * data.gradients[1][rows].double().abs()
+        gross = 2.0 * head.d_log_probs.double().abs() + of_entropy * head.d_entropy.double().abs()
         self.row, self.sum = _largest(gross) / low, float(gross.sum()) / low
-        self.weight, self.hidden = _largest(data.weight.double()), _largest(data.hidden[rows].double())
+        self.weight, self.hidden = _largest(head.weight[: example.real].double()), _largest(head.hidden.double())
         # In a dtype that cannot hold the logits, they are rounded before anything else is.
         self.shift = 0.0 if example.given == "logits" or example.exact else self.wide * self.logit
         # The tail's logarithm is that of a difference, down to the guard.
-        self.steep = 1e3 if example.scorer == "topk tail" else 1.0
+        self.steep = 1e3 if example.scorer == "tail" else 1.0
 
     def of(self, name: str, expected: Tensor) -> float:
         if not name.startswith("d_"):

@@ -8,9 +8,10 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from tests.support.linear_head import SCORERS
+
 __all__ = ["Example", "examples"]
 
-SCORERS = ("log_prob", "log_prob", "nucleus", "topk", "topk tail")
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 MASKS = ("holes", "all", "sparse", "one", "tail", "all", "holes", "none")
 STRIDES = ("plain", "transposed", "cut")
@@ -34,20 +35,20 @@ class Example:
     lengths: tuple[tuple[int, int], ...]  # a sample's total and response length
     masks: tuple[str, ...]
     padding: int
-    cuts: tuple[int, ...]  # where the slices of the vocabulary begin and end
+    cuts: tuple[int, ...]  # where the shards of the vocabulary begin and end
+    real: int  # ids from here on are padding
     hidden: int
     dtype: str
     exact: bool  # logits that every dtype can hold
     chunk_bytes: int | None
-    narrow: bool  # chunks of a few columns, of which the budget holds as many as of a real head's
+    narrow: bool  # slices of a few columns, of which the budget keeps as many as of a real head's
     strides: tuple[str, str]  # of hidden states or logits, and of the weight
     incoming: str
     temperature: float | str
-    entropy: str
     bias: bool
     k: int
     trained: tuple[str, ...]
-    in_place: bool = False  # the weight's gradient is summed where memory stands, or there is none: rows may be cut
+    in_place: bool = False  # the weight's gradient is added to an fp32 sum
 
     @property
     def world(self) -> int:
@@ -84,10 +85,9 @@ def examples(draw: st.DrawFn, ranks: bool = True) -> Example:
     vocab = draw(st.integers(2, 40))
     narrow = one_of((True, False))
     inner = sorted(draw(st.integers(0, vocab)) for _ in range(tp - 1))
-    scorer = one_of(SCORERS)
-    entropy = one_of(("none", "metric", "loss")) if scorer in ("log_prob", "nucleus") else "none"
+    scorer = one_of([each for each in SCORERS if given == "hidden" or each != "top_p"])
     incoming = one_of(INCOMING)
-    if incoming == "second output" and entropy != "loss":
+    if incoming == "second output" and scorer not in ("loss", "sum_p2", "top_p"):
         incoming = "first output"
     dtype = one_of(DTYPES)
     bias = given == "hidden" and draw(st.booleans())
@@ -108,7 +108,8 @@ def examples(draw: st.DrawFn, ranks: bool = True) -> Example:
         masks=tuple(one_of(MASKS) for _ in totals),
         padding=draw(st.integers(0, 5)),
         cuts=(0, *inner, vocab),
-        hidden=draw(st.integers(1, 3 if narrow else 8)),  # few, so that a gradient holds less than the logits
+        real=vocab if scorer in ("topk", "topk clamped", "tail") else vocab - one_of((0, 0, 1, vocab // 3)),
+        hidden=draw(st.integers(1, 3 if narrow else 8)),  # few, so that a quarter of them is less than a slice
         dtype=dtype,
         exact=dtype in ("bfloat16", "float16") or draw(st.booleans()),
         chunk_bytes=one_of(BUDGETS),
@@ -116,7 +117,6 @@ def examples(draw: st.DrawFn, ranks: bool = True) -> Example:
         strides=(one_of(STRIDES), one_of(STRIDES)),
         incoming=incoming,
         temperature=one_of((1.0, 0.7, 2.5, "rows")),
-        entropy=entropy,
         bias=bias,
         k=min(draw(st.integers(1, 5)), vocab),
         trained=one_of((inputs, inputs, inputs, inputs[:1], inputs[1:])),

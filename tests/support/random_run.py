@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -11,18 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from compact_logits import VocabShard, chunks, linear_log_probs, linear_topk_kl
-from compact_logits.engine.slices import ChunkPlan
-from compact_logits.engine.row_gather import Local, Replicated, SequenceSharded
+from compact_logits import RowSelection, VocabShard, scatter, select
+from compact_logits.engine import slices
 from compact_logits.engine.logits import rows_of, score_logits
+from compact_logits.engine.row_gather import Local, Replicated, SequenceSharded
 from compact_logits.rows import Layout, contiguous, packed, zigzag
-from compact_logits.engine.linear import score_hidden
-from compact_logits.rows import RowSelection, scatter, select
-from compact_logits.scorers.log_prob_scorer import LogProbScorer
-from compact_logits.scorers.top_p import TopPMask, TopPScorer
-from compact_logits.scorers.topk_scorer import TopKScorer
-from compact_logits.engine.weight_grad import ReturnedWeightGrad, WeightSum
-from tests.support.random_data import Data, clamp_of, masks_of
+from tests.support.linear_head import Head, named_outputs
+from tests.support.random_data import Data, masks_of
 from tests.support.random_example import Example
 
 __all__ = ["Part", "run_alone", "run_on_ranks"]
@@ -75,36 +71,36 @@ def layout_of(example: Example, cp_rank: int) -> Layout:
 
 
 def _run(example: Example, data: Data, cp_rank: int, tp_rank: int, group: Any) -> Part:
-    narrow = {"_CHUNK_BYTES": {"cpu": 1}, "_GOOD_WIDTH": 4, "_LEAST_WIDTH": {"cpu": 4}}
-    with mock.patch.multiple(chunks, **narrow) if example.narrow else nullcontext():
+    narrow = {"_ALIGNMENT": 4, "_CPU_SLICE": 400}
+    with mock.patch.multiple(slices, **narrow) if example.narrow else nullcontext():
         return _run_one(example, data, cp_rank, tp_rank, group)
 
 
 def _run_one(example: Example, data: Data, cp_rank: int, tp_rank: int, group: Any) -> Part:
     layout = layout_of(example, cp_rank)
-    sequences = data.tokens.split([total for total, _ in example.lengths])
-    selection = RowSelection.build(
-        layout.rows_of_masks(masks_of(example)), layout.label_source, layout.join_tokens(sequences)
-    )
+    selection = RowSelection.build(layout.rows_of_masks(masks_of(example)), layout.label_source, data.tokens)
     kept = layout.source[selection.indices]
-    shard = VocabShard(*example.cuts[tp_rank : tp_rank + 2], group if example.tp > 1 else None)
-    columns = slice(shard.start, shard.stop)
-    scorer, names = _scorer(example, data, kept, selection.targets, shard)
+    columns = slice(*example.cuts[tp_rank : tp_rank + 2])
+    shard = VocabShard(columns.start, columns.stop, group if example.tp > 1 else None)
+    head = replace(data.head.of_rows(kept), targets=selection.targets)
     if example.given == "hidden":
         leaves = _leaves(example, data, layout, selection, tp_rank, columns)
-        outputs = _project(example, leaves, selection, tp_rank, scorer, data, kept)
+        outputs = _project(example, leaves, selection, tp_rank, head, shard)
     else:
         leaves = {"logits": _strided(data.logits[kept][:, columns], example.strides[0])}
         leaves["logits"].requires_grad_("logits" in example.trained)
-        outputs = score_logits(rows_of(leaves["logits"]), scorer, chunk_bytes=example.chunk_bytes)
-    _backward(example, data, layout, selection, kept, outputs)
-    part = {"kept": kept, "scattered": scatter(outputs[0].detach(), selection.indices, selection.num_rows)}
-    part |= {name: output.detach() for name, output in zip(names, outputs, strict=True) if name}
-    part["responses"] = layout.to_responses(part["scattered"])
+        scorer = head.scorer(example.scorer, shard.below(example.real))
+        found = score_logits(rows_of(leaves["logits"]), scorer, chunk_bytes=example.chunk_bytes)
+        outputs = named_outputs(example.scorer, found)
+    _backward(example, head, layout, selection, outputs)
+    part: Part = {name: output.detach() for name, output in outputs.items() if not name.startswith("overlap")}
+    scattered = scatter(next(iter(outputs.values())).detach(), selection.indices, selection.num_rows)
+    part |= {"kept": kept, "responses": layout.to_responses(scattered)}
     part["positions"] = [layout.response_positions(sample) for sample in range(len(example.lengths))]
     part |= {f"d_{name}": leaf.grad for name, leaf in leaves.items() if name in example.trained}
     part["shard_rows"] = _shard_rows(example, layout, tp_rank)
     part["source"] = layout.source[part["shard_rows"]]
+    part["padding"] = max(example.real - columns.start, 0)
     return part
 
 
@@ -118,14 +114,14 @@ def _shard_rows(example: Example, layout: Layout, tp_rank: int) -> slice:
 def _leaves(
     example: Example, data: Data, layout: Layout, selection: RowSelection, tp_rank: int, columns: slice
 ) -> dict[str, Tensor]:
-    rows = data.hidden.new_full((layout.num_rows, example.hidden), math.nan)  # whatever stands in the other rows
-    rows[selection.indices] = data.hidden[layout.source[selection.indices]]
+    rows = data.head.hidden.new_full((layout.num_rows, example.hidden), math.nan)  # whatever stands in the other rows
+    rows[selection.indices] = data.head.hidden[layout.source[selection.indices]]
     leaves = {
         "hidden": _strided(rows[_shard_rows(example, layout, tp_rank)], example.strides[0]),
-        "weight": _strided(data.weight[columns], example.strides[1]),
+        "weight": _strided(data.head.weight[columns], example.strides[1]),
     }
-    if data.bias is not None:
-        leaves["bias"] = data.bias[columns].clone()
+    if data.head.bias is not None:
+        leaves["bias"] = data.head.bias[columns].clone()
     for name, leaf in leaves.items():
         leaf.requires_grad_(name in example.trained)
     return leaves
@@ -141,115 +137,58 @@ def _strided(tensor: Tensor, style: str) -> Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
-def _scorer(
-    example: Example, data: Data, kept: Tensor, targets: Tensor, shard: VocabShard
-) -> tuple[Any, tuple[str, ...]]:
-    """The scorer and the names of its outputs, empty for those that are not compared."""
-    temperature = data.temperature_of(kept)
-    if example.scorer.startswith("topk"):
-        tail = example.scorer == "topk tail"
-        log_q = data.teacher_log_probs[kept]
-        clamp = clamp_of(example)
-        names = ("loss", "student_mass", "teacher_mass", "", "")
-        return TopKScorer(
-            log_q if clamp is None else log_q.clamp(min=clamp),
-            data.teacher_ids[kept],
-            shard,
-            temperature,
-            clamp,
-            1e-6 if tail else None,
-        ), (*names, "head_loss", "tail_loss", "student_tail_mass", "teacher_tail_mass") if tail else names
-    base = LogProbScorer(targets, shard, temperature, example.entropy)
-    names = ("log_probs",) if example.entropy == "none" else ("log_probs", "entropy")
-    if example.scorer == "log_prob":
-        return base, names
-    sets = [data.nucleus[row] for row in kept.tolist()]
-    sizes = torch.tensor([0 if ids is None else len(ids) for ids in sets], dtype=torch.int64)
-    stops = sizes.cumsum(0)
-    listed = torch.tensor([each for ids in sets for each in ids or ()], dtype=torch.int64)
-    recorded = torch.tensor([ids is not None for ids in sets], dtype=torch.bool)
-    return TopPScorer(base, TopPMask.build(listed, stops - sizes, stops, recorded)), names
-
-
 def _project(
-    example: Example,
-    leaves: dict[str, Tensor],
-    selection: RowSelection,
-    tp_rank: int,
-    scorer: Any,
-    data: Data,
-    kept: Tensor,
-) -> tuple[Tensor, ...]:
-    hidden, weight, bias = leaves["hidden"], leaves["weight"], leaves.get("bias")
-    shard = scorer.base.shard if isinstance(scorer, TopPScorer) else scorer.shard
-    given: Any = {"bias": bias, "shard": shard, "temperature": data.temperature_of(kept)}
-    given["chunk_bytes"] = example.chunk_bytes
-    if not example.sequence_parallel and example.seed % 3 == 0:  # as users call it
-        rows = select(hidden, selection.indices)
-        if isinstance(scorer, LogProbScorer):
-            stats = linear_log_probs(rows, weight, selection.targets, entropy=example.entropy, **given)
-            return tuple(each for each in stats if each is not None)
-        if isinstance(scorer, TopKScorer):
-            result = linear_topk_kl(
-                rows,
-                weight,
-                data.teacher_log_probs[kept],
-                data.teacher_ids[kept],
-                tail=scorer.tail,
-                log_prob_min_clamp=scorer.log_prob_min_clamp,
-                **given,
-            )
-            return tuple(each for each in result if each is not None)
-    exchange: Any = Local() if shard.group is None else Replicated(shard.group)
-    indices = selection.indices
+    example: Example, leaves: dict[str, Tensor], selection: RowSelection, tp_rank: int, head: Head, shard: VocabShard
+) -> dict[str, Tensor]:
+    indices, gather = selection.indices, {}
     if example.sequence_parallel:
-        exchange = SequenceSharded(shard.group, selection.counts(example.tp))
+        assert shard.group is not None
+        gather = {"gather": SequenceSharded(shard.group, selection.counts(example.tp))}
         indices = selection.of_shard(tp_rank, example.tp)
-    rows = select(hidden, indices)
-    options: Any = {"exchange": exchange, "chunk_bytes": example.chunk_bytes}
+    elif example.in_place:
+        gather = {"gather": Local() if shard.group is None else Replicated(shard.group)}
+    options: Any = {"shard": shard, "chunk_bytes": example.chunk_bytes, **gather}
     if example.in_place:
-        options["weight_grad"] = _InPlace() if weight.requires_grad else ReturnedWeightGrad(frozen=True)
-    return score_hidden(rows, weight, bias, scorer, **options)
+        options["weight_grad"] = _InPlace
+    if example.real < example.vocab:
+        options["vocab_size"] = example.real
+    rows = select(leaves["hidden"], indices)
+    return head.scored(example.scorer, rows, leaves["weight"], leaves.get("bias"), **options)
 
 
 class _InPlace:
     """The weight's gradient, added to memory in fp32 as Megatron's fused kernels do, and returned at the end."""
 
-    lends, sums_in_place = False, True
-
-    def begin(self, weight: Tensor, plan: ChunkPlan, memory: Tensor | None = None) -> WeightSum:
+    def __init__(self, weight: Tensor) -> None:
         self._total, self._dtype = torch.zeros(weight.shape), weight.dtype
-        return self
 
-    def add(self, d_logits: Tensor, hidden: Tensor, columns: slice) -> None:
-        self._total[columns] += d_logits.t().float() @ hidden.float()
+    def add(self, columns: slice, d_logits: Tensor, rows: Tensor) -> None:
+        self._total[columns] += d_logits.t().float() @ rows.float()
 
     def finish(self) -> Tensor:
         return self._total.to(self._dtype)
 
 
 def _backward(
-    example: Example, data: Data, layout: Layout, selection: RowSelection, kept: Tensor, outputs: tuple[Tensor, ...]
+    example: Example, head: Head, layout: Layout, selection: RowSelection, outputs: dict[str, Tensor]
 ) -> None:
     """Give the outputs' gradients back, in the memory layout that the example asks for."""
     roots, gradients = [], []
-    for index, (output, of_tokens) in enumerate(zip(outputs[:2], data.gradients, strict=False)):
-        skipped = {"first output": 1, "second output": 0}.get(example.incoming)
+    skipped = {"first output": 1, "second output": 0}.get(example.incoming)
+    for index, (output, gradient) in enumerate(zip(outputs.values(), (head.d_log_probs, head.d_entropy), strict=False)):
         if not output.requires_grad or index == skipped:
             continue
-        gradient = of_tokens[kept]
         if example.incoming == "responses" and example.lengths:
             full = torch.full((layout.num_rows,), JUNK, dtype=gradient.dtype)
             full[selection.indices] = gradient
-            scattered = scatter(output, selection.indices, selection.num_rows)
-            roots += layout.to_responses(scattered)
+            roots += layout.to_responses(scatter(output, selection.indices, selection.num_rows))
             gradients += layout.to_responses(full)
         else:
             roots.append(output)
             if example.incoming == "strided":
                 gradient = torch.stack([gradient, torch.full_like(gradient, JUNK)], dim=1)[:, 0]
-            elif example.incoming == "expanded" and of_tokens.numel():
-                gradient = of_tokens[0].expand(kept.shape)
+            elif example.incoming == "expanded" and len(gradient):
+                gradient = gradient[0].expand(len(gradient))
             gradients.append(gradient)
     if roots:
         torch.autograd.backward(roots, gradients)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from megatron.core import parallel_state
 
+from compact_logits.integrations.verl import check
 from tests.support.absent_libraries import stand_in_for
 from tests.support.verl_process import MODULES, start
 
@@ -25,9 +26,12 @@ _UNUSED += ["torchdata", "transformers", "vllm", "wandb"]
 
 
 def start_verl(tensor_parallel: int = 1, context_parallel: int = 1) -> list[ModuleType]:
-    """verl's losses, Megatron losses, configuration and engines, with Megatron's groups set up."""
+    """verl's losses, Megatron losses, configuration and engines, with Megatron's groups set up.
+
+    Imported with `COMPACT_LOGITS` unset: verl loads the plugin of an installed package, which would install ours.
+    """
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # Megatron compiles a few of the functions that verl calls
-    start(os.environ["VERL_ROOT"])
+    start(os.environ["VERL_ROOT"], mode=None)
     parallel_state._TENSOR_MODEL_PARALLEL_GROUP = None
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tensor_parallel, context_parallel_size=context_parallel
@@ -35,7 +39,10 @@ def start_verl(tensor_parallel: int = 1, context_parallel: int = 1) -> list[Modu
     stand_in_for(_UNUSED)
     if not hasattr(logging.Logger, "warning_once"):  # transformers' doing, where it is installed
         logging.Logger.warning_once = logging.Logger.warning  # type: ignore[attr-defined]
-    return [importlib.import_module(name) for name in MODULES]
+    modules = [importlib.import_module(name) for name in MODULES]
+    os.environ["COMPACT_LOGITS"] = "1"
+    assert [each.state for each in check()] == ["off"]
+    return modules
 
 
 def settings_of(config: ModuleType, **settings: Any) -> Any:

@@ -16,9 +16,18 @@ from torch import Tensor
 
 from compact_logits.engine.kernels import torch_kernels
 from compact_logits.engine.kernels.row_stats import LEAST_EXPONENT, combine_stats, new_stats
-from compact_logits.engine.kernels.verify import verdict
+from compact_logits.engine.kernels.verify import use_torch_kernels, verdict
 
-__all__ = ["LEAST_EXPONENT", "combine_stats", "new_stats", "row_stats_", "softmax_grad_", "verdict", "write_at_"]
+__all__ = [
+    "LEAST_EXPONENT",
+    "combine_stats",
+    "new_stats",
+    "row_stats_",
+    "softmax_grad_",
+    "use_torch_kernels",
+    "verdict",
+    "write_at_",
+]
 
 
 def _kernels(logits: Tensor) -> ModuleType:

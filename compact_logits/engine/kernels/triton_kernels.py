@@ -1,6 +1,11 @@
-"""The kernels in Triton, for CUDA. What each computes is defined in `torch_kernels`."""
+"""The kernels in Triton, for CUDA. What each computes is defined in `torch_kernels`.
+
+Whole blocks are loaded without a mask: one that ends at an odd column would turn all loads into scalar ones.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
@@ -18,9 +23,9 @@ STATS_BLOCK, GRAD_BLOCK, WRITE_BLOCK = 4096, 2048, 256  # elements a program hol
 
 @triton.jit
 def row_stats_kernel(
-    stats,  # (rows, WIDTH) fp64, contiguous
     logits,  # (rows, columns), a row is contiguous
     stride,
+    stats,  # (rows, WIDTH) fp64, contiguous
     inverse_temperature,  # (rows,) fp32
     columns,
     MOMENT: tl.constexpr,
@@ -34,23 +39,14 @@ def row_stats_kernel(
     here = logits + row * stride
     maximum = tl.full((), float("-inf"), tl.float32)
     total, moment, squares = 0.0, 0.0, 0.0
-    for start in range(0, columns, BLOCK):
-        offsets = start + tl.arange(0, BLOCK)
+    whole = columns // BLOCK * BLOCK
+    for start in range(0, whole, BLOCK):
+        z = tl.load(here + start + tl.arange(0, BLOCK)).to(tl.float32) * scale
+        maximum, total, moment, squares = add_block(z, maximum, total, moment, squares, MOMENT, SQUARES)
+    if whole < columns:
+        offsets = whole + tl.arange(0, BLOCK)
         z = tl.load(here + offsets, mask=offsets < columns, other=float("-inf")).to(tl.float32) * scale
-        new = tl.maximum(maximum, tl.max(z, 0))
-        base = tl.where(new == float("-inf"), 0.0, new)  # a row of -inf so far
-        shift = tl.maximum(maximum - base, LEAST_EXPONENT)
-        rescale = tl.exp(shift)
-        z = z - base
-        if MOMENT:
-            z = tl.where(z < LEAST_EXPONENT, LEAST_EXPONENT, z)  # not tl.maximum: NaN must pass
-        exp = tl.exp(z)
-        if MOMENT:
-            moment = rescale * (moment + shift * total) + tl.sum(z * exp, 0)
-        if SQUARES:
-            squares = rescale * rescale * squares + tl.sum(exp * exp, 0)
-        total = rescale * total + tl.sum(exp, 0)
-        maximum = new
+        maximum, total, moment, squares = add_block(z, maximum, total, moment, squares, MOMENT, SQUARES)
 
     out = stats + row * WIDTH
     before, maximum = tl.load(out), maximum.to(tl.float64)
@@ -63,11 +59,36 @@ def row_stats_kernel(
     tl.store(out, new)
     tl.store(out + 1, weight_before * total_before + weight * total)
     if MOMENT:
-        before = weight_before * (tl.load(out + 2) + shift_before * total_before)
-        tl.store(out + 2, before + weight * (moment.to(tl.float64) + shift * total))
+        moment_before = weight_before * (tl.load(out + 2) + shift_before * total_before)
+        tl.store(out + 2, moment_before + weight * (moment.to(tl.float64) + shift * total))
     if SQUARES:
-        before = weight_before * weight_before * tl.load(out + WIDTH - 1)
-        tl.store(out + WIDTH - 1, before + weight * weight * squares.to(tl.float64))
+        squares_before = weight_before * weight_before * tl.load(out + WIDTH - 1)
+        tl.store(out + WIDTH - 1, squares_before + weight * weight * squares.to(tl.float64))
+
+
+@triton.jit
+def add_block(
+    z,  # (BLOCK,) fp32, -inf where there is no column
+    maximum,
+    total,
+    moment,
+    squares,
+    MOMENT: tl.constexpr,
+    SQUARES: tl.constexpr,
+):
+    new = tl.maximum(maximum, tl.max(z, 0))
+    base = tl.where(new == float("-inf"), 0.0, new)  # a row of -inf so far
+    shift = tl.maximum(maximum - base, LEAST_EXPONENT)
+    rescale = tl.exp(shift)
+    z = z - base
+    if MOMENT:
+        z = tl.where(z < LEAST_EXPONENT, LEAST_EXPONENT, z)  # not tl.maximum: NaN must pass
+    exp = tl.exp(z)
+    if MOMENT:
+        moment = rescale * (moment + shift * total) + tl.sum(z * exp, 0)
+    if SQUARES:
+        squares = rescale * rescale * squares + tl.sum(exp * exp, 0)
+    return new, rescale * total + tl.sum(exp, 0), moment, squares
 
 
 @triton.jit
@@ -82,18 +103,31 @@ def softmax_grad_kernel(
     SLOPE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """One program a block of a row."""
     row = tl.program_id(0).to(tl.int64)
-    offsets = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inverse, base = tl.load(inverse_temperature + row), tl.load(shift + row)
+    factor, steepness = tl.load(scale + row), tl.load(slope + row)
+    first = tl.program_id(1) * BLOCK
+    offsets = first + tl.arange(0, BLOCK)
     here = logits + row * stride + offsets
-    z = tl.load(here, mask=offsets < columns, other=float("-inf")).to(tl.float32)
-    z = z * tl.load(inverse_temperature + row) - tl.load(shift + row)
-    factor = tl.load(scale + row)
-    if SLOPE:
-        factor = factor + tl.load(slope + row) * tl.where(z < LEAST_EXPONENT, LEAST_EXPONENT, z)
-    tl.store(here, (tl.exp(z) * factor).to(logits.dtype.element_ty), mask=offsets < columns)
+    if first + BLOCK <= columns:
+        grad = grad_of_block(tl.load(here), inverse, base, factor, steepness, SLOPE)
+        tl.store(here, grad.to(logits.dtype.element_ty))
+    else:
+        inside = offsets < columns
+        grad = grad_of_block(tl.load(here, mask=inside), inverse, base, factor, steepness, SLOPE)
+        tl.store(here, grad.to(logits.dtype.element_ty), mask=inside)
 
 
 @triton.jit
+def grad_of_block(logits, inverse, base, factor, steepness, SLOPE: tl.constexpr):
+    z = logits.to(tl.float32) * inverse - base
+    if SLOPE:
+        factor = factor + steepness * tl.where(z < LEAST_EXPONENT, LEAST_EXPONENT, z)
+    return tl.exp(z) * factor
+
+
+@triton.jit(do_not_specialize=["first", "columns", "count", "total"])
 def write_at_kernel(
     logits,  # (rows, columns), a row is contiguous
     stride,
@@ -105,10 +139,11 @@ def write_at_kernel(
     total,  # rows * count
     BLOCK: tl.constexpr,
 ):
+    """One program a block of all rows' entries."""
     entry = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = entry < total
     column = tl.load(ids + entry, mask=inside, other=-1) - first
-    value = tl.load(values + entry, mask=inside, other=0.0)
+    value = tl.load(values + entry, mask=inside)
     here = logits + (entry // count) * stride + column
     tl.store(here, value.to(logits.dtype.element_ty), mask=inside & (column >= 0) & (column < columns))
 
@@ -116,18 +151,8 @@ def write_at_kernel(
 def row_stats_(stats: Tensor, logits: Tensor, inverse_temperature: Tensor, moment: bool, squares: bool) -> None:
     rows, columns = logits.shape
     block = _block(columns, STATS_BLOCK)
-    row_stats_kernel[(rows,)](
-        stats,
-        _checked(logits),
-        logits.stride(0),
-        inverse_temperature.contiguous(),
-        columns,
-        moment,
-        squares,
-        stats.shape[1],
-        block,
-        num_warps=8 if block > 1024 else 4,
-    )
+    arguments = stats, inverse_temperature.contiguous(), columns, moment, squares, stats.shape[1], block
+    _launch(row_stats_kernel, (rows,), logits, *arguments, warps=8 if block > 1024 else 4)
 
 
 def softmax_grad_(
@@ -135,38 +160,24 @@ def softmax_grad_(
 ) -> None:
     rows, columns = logits.shape
     block = _block(columns, GRAD_BLOCK)
-    softmax_grad_kernel[(rows, triton.cdiv(columns, block))](
-        _checked(logits),
-        logits.stride(0),
-        *[each.contiguous() for each in (inverse_temperature, shift, scale, scale if slope is None else slope)],
-        columns,
-        slope is not None,
-        block,
-        num_warps=4,
-    )
+    of_rows = [each.contiguous() for each in (inverse_temperature, shift, scale, scale if slope is None else slope)]
+    grid = (rows, triton.cdiv(columns, block))
+    _launch(softmax_grad_kernel, grid, logits, *of_rows, columns, slope is not None, block, warps=4)
 
 
 def write_at_(logits: Tensor, ids: Tensor, values: Tensor, first: int) -> None:
     total = ids.numel()
-    write_at_kernel[(triton.cdiv(total, WRITE_BLOCK),)](
-        _checked(logits),
-        logits.stride(0),
-        ids.contiguous(),
-        values.contiguous(),
-        first,
-        logits.shape[1],
-        ids.shape[1],
-        total,
-        WRITE_BLOCK,
-        num_warps=4,
-    )
+    arguments = ids.contiguous(), values.contiguous(), first, logits.shape[1], ids.shape[1], total, WRITE_BLOCK
+    _launch(write_at_kernel, (triton.cdiv(total, WRITE_BLOCK),), logits, *arguments, warps=4)
 
 
 def _block(columns: int, most: int) -> int:
     return min(most, max(128, triton.next_power_of_2(columns)))
 
 
-def _checked(logits: Tensor) -> Tensor:
+def _launch(kernel: Any, grid: tuple[int, ...], logits: Tensor, *arguments: Any, warps: int) -> None:
     assert logits.stride(1) == 1 or logits.shape[1] == 1, f"a row must be contiguous, got strides {logits.stride()}"
     assert logits.dtype in (torch.float32, torch.bfloat16, torch.float16), logits.dtype
-    return logits
+    with torch.cuda.device_of(logits):  # Triton launches on the current device, whatever the tensors' is
+        # No fused multiply-add: `z - maximum`, with `z` a product, would not be 0 at the maximum.
+        kernel[grid](logits, logits.stride(0), *arguments, num_warps=warps, enable_fp_fusion=False)

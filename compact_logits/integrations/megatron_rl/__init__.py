@@ -19,8 +19,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from compact_logits.config import Config
-from compact_logits.errors import CompactLogitsError
 from compact_logits.diagnostics import Diagnostic
+from compact_logits.errors import CompactLogitsError
 from compact_logits.integrations.megatron_rl.marks import mark_tokens
 
 if TYPE_CHECKING:
@@ -63,9 +63,11 @@ def install(args: argparse.Namespace | None = None) -> None:
     config = _config(args)
     if not config.enabled or _installation is not None:
         return
+    from compact_logits.engine.kernels.verify import prove_on_all_ranks
     from compact_logits.integrations.megatron_rl.installation import Installation
 
     installation = Installation(config)
+    prove_on_all_ranks(strict=config.mode == "strict")
     installation.patches.apply()
     _installation = installation
 

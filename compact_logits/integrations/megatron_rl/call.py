@@ -16,6 +16,7 @@ from compact_logits.config import Config
 from compact_logits.errors import InputError
 from compact_logits.integrations.megatron_rl.marks import Mark, mark_of
 from compact_logits.megatron.output_processor import output_processor
+from compact_logits.megatron.rank_check import host_mask, tensor_parallel_group
 from compact_logits.megatron.request import Request
 from compact_logits.rows import RowSelection
 
@@ -93,19 +94,20 @@ class LogProbsCall:
         return F.pad(counted, (0, 1), value=False)
 
     def _ask(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        batch = self._labels.shape[0]
-        keep = rearrange(self._keep, "batch position -> (position batch)").cpu()
-        selection = RowSelection.build(
-            keep, torch.arange(keep.shape[0]), rearrange(self._labels, "batch position -> (position batch)")
-        )
+        batch, config = self._labels.shape[0], self._config
+        labels = rearrange(self._labels, "batch position -> (position batch)")
+        on_device = rearrange(self._keep, "batch position -> (position batch)").to(labels.device)
+        group = tensor_parallel_group() if config.check_ranks is not False else None
+        settings = (batch, self._mark.temperature, config.fp32_logits)
+        keep, largest_id = host_mask(on_device, lambda: labels, settings, group)
         self._request = Request(
-            selection,
+            RowSelection.build(keep, torch.arange(keep.shape[0], device="cpu"), labels),
             batch=batch,
             temperature=self._mark.temperature,
-            chunk_bytes=self._config.chunk_bytes,
-            compile=self._config.compile,
-            fp32_logits=self._config.fp32_logits,
-            check_ranks=self._config.check_ranks,
+            chunk_bytes=config.chunk_bytes,
+            fp32_logits=config.fp32_logits,
+            check_ranks=config.check_ranks,
+            largest_id=largest_id,
         )
-        asked = {"output_processor": output_processor, "output_processor_context": (model, self._request)}
-        return args, {**kwargs, **asked}
+        processor = {"output_processor": output_processor, "output_processor_context": (model, self._request)}
+        return args, {**kwargs, **processor}

@@ -9,9 +9,9 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from compact_logits.errors import InputError
-from compact_logits.first_order import first_order
 from compact_logits.host_values import as_float, describe
 from compact_logits.memory import HeadBytes, HeadSize, StorageBytes, simulate
 
@@ -151,7 +151,7 @@ class _MegatronLinear(torch.autograd.Function):
         return F.linear(hidden, weight)
 
     @staticmethod
-    @first_order
+    @once_differentiable
     def backward(
         ctx: Any,
         grad: Tensor,  # (sequence, batch, vocab_local)
@@ -176,7 +176,7 @@ class _GatherVocabulary(torch.autograd.Function):
         return torch.cat(received.chunk(ranks), dim=-1)
 
     @staticmethod
-    @first_order
+    @once_differentiable
     def backward(
         ctx: Any,
         grad: Tensor,  # (sequence, batch, vocab)

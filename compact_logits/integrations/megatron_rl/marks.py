@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compact_logits.errors import InputError
 from compact_logits.engine.validation import check_temperature
+from compact_logits.errors import InputError
 
 __all__ = ["Mark", "mark_of", "mark_tokens"]
 

@@ -8,8 +8,8 @@ from argparse import Namespace
 from typing import TYPE_CHECKING
 
 from compact_logits.config import Config
-from compact_logits.errors import PatchError
 from compact_logits.diagnostics import Diagnostic
+from compact_logits.errors import PatchError
 
 if TYPE_CHECKING:
     from compact_logits.integrations.slime.installation import Installation
@@ -34,12 +34,14 @@ def install(args: Namespace | None = None) -> None:
     config = Config.from_env(os.environ)
     if not config.enabled or _installation is not None:
         return
+    from compact_logits.engine.kernels.verify import prove_on_all_ranks
     from compact_logits.integrations.slime.installation import Installation
 
     installation = Installation(config)
     if args is not None and not installation.decide(args):
         _installation = installation
         return
+    prove_on_all_ranks(strict=config.mode == "strict")
     installation.patches.apply()
     _installation = installation
 

@@ -11,11 +11,12 @@ from torch import Tensor
 from compact_logits.config import Config
 from compact_logits.errors import LayoutError
 from compact_logits.integrations.slime.passes import Pass
-from compact_logits.integrations.slime.replay import nucleus_of
-from compact_logits.rows import Layout, contiguous, packed, zigzag
-from compact_logits.megatron import Request, mark
+from compact_logits.integrations.slime.replay import top_p_mask
+from compact_logits.megatron import Request
 from compact_logits.megatron.kept_rows import ContextShare
-from compact_logits.rows import RowSelection
+from compact_logits.megatron.rank_check import host_mask, tensor_parallel_group
+from compact_logits.megatron.request import set_request
+from compact_logits.rows import Layout, RowSelection, contiguous, packed, zigzag
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -70,28 +71,36 @@ def mark_batch(
     cp_size: int,
     cp_group: ProcessGroup | None = None,
 ) -> None:
-    """Build the request of one micro-batch, hang it on its loss mask for the model and on its token list for the
-    consumer. One device synchronisation: the aligned loss mask is copied to the host; another where `config` asks for
-    equal shares over `cp_group`. Collectives: none."""
+    """Build the request of one micro-batch, attach it to its loss mask for the model and to its token list for the
+    consumer.
+
+    One wait for the device: the aligned loss mask is copied to the host, and with it what the tensor-parallel ranks
+    compare (`host_mask`); another where `config` asks for equal shares over `cp_group`. Collectives: one all-gather of
+    64 bytes over the tensor-parallel group, if it has more than one rank and `config` does not leave it out.
+    """
     lengths = (batch["total_lengths"], batch["response_lengths"], batch["tokens"].shape[1])
     cut = contiguous if allgather_cp else zigzag
     layout = packed(*lengths) if cp_size == 1 else cut(*lengths, cp_rank, cp_size)
-    keep = (batch["full_loss_masks"][0] != 0).cpu()
+    tokens = batch["unconcat_tokens"]
+    joined = layout.join_tokens(tokens)
+    group = tensor_parallel_group() if config.check_ranks is not False else None
+    settings = (*lengths, pass_, config.fp32_logits, config.cp_balance)
+    ids, offsets = batch.get("rollout_top_p_token_ids"), batch.get("rollout_top_p_token_offsets")
+    if not pass_.replays_top_p or ids is None or offsets is None:  # slime itself raises where one of the two is missing
+        ids = offsets = None
+    recorded = [] if ids is None or offsets is None else [*ids, *offsets]
+    on_device = batch["full_loss_masks"][0] != 0
+    keep, largest_id = host_mask(on_device, lambda: layout.labels(joined), settings, group, recorded=recorded)
     stray = (keep & ~layout.predicts).nonzero()
     if stray.numel():
         raise LayoutError(
             f"row {int(stray[0])} is in the loss mask but predicts no response token; the loss mask must be aligned to "
             f"the row before the token"
         )
-    tokens = batch["unconcat_tokens"]
-    joined = layout.join_tokens(tokens)
     selection = RowSelection.build(keep, layout.label_source, joined)
-    ids, offsets = batch.get("rollout_top_p_token_ids"), batch.get("rollout_top_p_token_offsets")
-    nucleus = None
-    if pass_.replays_nucleus and ids is not None and offsets is not None:  # slime itself raises where one is missing
-        nucleus = nucleus_of(ids, offsets, layout, selection)
+    top_p = None if ids is None or offsets is None else top_p_mask(ids, offsets, layout, selection)
     share = None
-    if config.cp_balance and cp_size > 1 and nucleus is None and cp_group is not None:
+    if config.cp_balance and cp_size > 1 and top_p is None and cp_group is not None:
         layouts = [cut(*lengths, rank, cp_size) for rank in range(cp_size)]
         share = _share(batch["loss_masks"], joined, layouts, cp_group)
     request = Request(
@@ -99,17 +108,17 @@ def mark_batch(
         share=share,
         temperature=pass_.temperature,
         entropy=pass_.entropy,
-        nucleus=nucleus,
+        top_p=top_p,
         chunk_bytes=config.chunk_bytes,
-        compile=config.compile,
         fp32_logits=config.fp32_logits,
         check_ranks=config.check_ranks,
+        largest_id=largest_id,
         strict=config.mode == "strict",
     )
     carrier = TokenList(tokens)
     carrier.request, carrier.layout = request, layout
     batch["unconcat_tokens"] = carrier
-    batch["full_loss_masks"] = mark(batch["full_loss_masks"], request)
+    batch["full_loss_masks"] = set_request(batch["full_loss_masks"], request)
 
 
 def _share(

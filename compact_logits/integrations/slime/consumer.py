@@ -19,35 +19,35 @@ __all__ = ["log_probs_wrapper"]
 
 logger = logging.getLogger("compact_logits")
 
-_UNASKED = (
-    "the model's head was never asked: a wrapper has made a loss mask of its own, or the model's class does not go "
-    "through GPTModel._postprocess"
+_NOT_REACHED = (
+    "the model's head never saw the request: a wrapper has made a loss mask of its own, or the model's class does not "
+    "go through GPTModel._postprocess"
 )
 
 
 def log_probs_wrapper(
     original: Callable[..., Any],
     redistribute: Callable[..., None],  # slime's own exchange from contiguous to zigzag context parallelism
-    figures: HeadMetrics,
+    metrics: HeadMetrics,
 ) -> Callable[..., Any]:
     """Wrap slime's `get_log_probs_and_entropy`: the same result, from the head's scalars where the compact path ran.
 
     Where it did not, the first argument holds ordinary logits and the original reads them. Never decided by shape.
-    A request that no head has met is counted in `figures` as a fallback and logged once, or raised as `RefusedError`
+    A request that no head has met is counted in `metrics` as a fallback and logged once, or raised as `RefusedError`
     if the request is strict. Raises `InputError` where what this call asks for is not what the head was asked, and
     where the first argument is not what the head returned but something else.
     """
-    told = False
+    warned = False
 
-    def unasked(request: Request) -> None:
-        nonlocal told
-        request.outcome = Outcome("full", _UNASKED)
-        figures.record(request)
+    def fall_back(request: Request) -> None:
+        nonlocal warned
+        request.outcome = Outcome("full", _NOT_REACHED)
+        metrics.record(request)
         if request.strict:
-            raise RefusedError(f"COMPACT_LOGITS=strict: {_UNASKED}; set COMPACT_LOGITS=1 to let the full path run")
-        if not told:
-            told = True
-            logger.warning("full path: %s", _UNASKED)
+            raise RefusedError(f"COMPACT_LOGITS=strict: {_NOT_REACHED}; set COMPACT_LOGITS=1 to let the full path run")
+        if not warned:
+            warned = True
+            logger.warning("full path: %s", _NOT_REACHED)
 
     def get_log_probs_and_entropy(
         logits: Tensor,  # (1, rows, 2) fp32 log-prob and entropy, or (1, rows, vocab_local) logits
@@ -63,7 +63,7 @@ def log_probs_wrapper(
     ) -> tuple[Tensor, dict[str, list[Tensor]]]:
         request = unconcat_tokens.request if isinstance(unconcat_tokens, TokenList) else None
         if request is not None and request.outcome is None:
-            unasked(request)
+            fall_back(request)
         if request is None or not request.compact:
             return original(
                 logits,
@@ -77,7 +77,7 @@ def log_probs_wrapper(
                 top_p_token_offsets=top_p_token_offsets,
             )
         assert isinstance(unconcat_tokens, TokenList)
-        _check_agreement(logits, request, args, with_entropy=with_entropy, nucleus=top_p_token_ids is not None)
+        _check_consumer(logits, request, args, with_entropy=with_entropy, top_p=top_p_token_ids is not None)
         log_prob, entropy = logits[0].unbind(dim=-1)
         result = {"log_probs": unconcat_tokens.layout.to_responses(log_prob)}
         if with_entropy:
@@ -97,7 +97,7 @@ def log_probs_wrapper(
     return get_log_probs_and_entropy
 
 
-def _check_agreement(logits: Tensor, request: Request, args: Namespace, *, with_entropy: bool, nucleus: bool) -> None:
+def _check_consumer(logits: Tensor, request: Request, args: Namespace, *, with_entropy: bool, top_p: bool) -> None:
     rows = request.selection.num_rows
     if not request.answered_by(logits):
         raise InputError(
@@ -113,6 +113,6 @@ def _check_agreement(logits: Tensor, request: Request, args: Namespace, *, with_
     if (with_entropy and request.entropy == "none") or (needs_graph and request.entropy != "loss"):
         wanted = "loss" if needs_graph else "metric"
         raise InputError(f"the head was asked for entropy={request.entropy!r}, the loss reads entropy={wanted!r}")
-    if nucleus != (request.nucleus is not None):
-        asked, read = ("without", "with") if nucleus else ("with", "without")
-        raise InputError(f"the head was asked {asked} the recorded nucleus, the loss reads {read} it")
+    if top_p != (request.top_p is not None):
+        asked, read = ("without", "with") if top_p else ("with", "without")
+        raise InputError(f"the head was asked {asked} the recorded top-p sets, the loss reads {read} it")

@@ -36,7 +36,7 @@ class Installation:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.refused: list[Refusal] | None = None
-        self.figures = HeadMetrics()
+        self.metrics = HeadMetrics()
         model = importlib.import_module("slime.backends.megatron_utils.model")
         data = importlib.import_module("slime.backends.megatron_utils.data")
         loss = importlib.import_module("slime.backends.megatron_utils.loss")
@@ -47,7 +47,7 @@ class Installation:
         self._log_probs = Patch(
             loss,
             "get_log_probs_and_entropy",
-            lambda original: log_probs_wrapper(original, redistribute, self.figures),
+            lambda original: log_probs_wrapper(original, redistribute, self.metrics),
             requires=("logits", "args", "unconcat_tokens", "total_lengths", "response_lengths", "with_entropy"),
         )
         self._original_log_probs = loss.get_log_probs_and_entropy
@@ -81,13 +81,13 @@ class Installation:
         return not self.refused
 
     def _seam(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        return postprocess_wrapper(original, self.figures)
+        return postprocess_wrapper(original, self.metrics)
 
     def _advantages(self, original: Callable[..., Any]) -> Callable[..., Any]:
         return advantages_wrapper(original, self._cut, self.decide)
 
     def _step(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        return step_wrapper(original, self.figures)
+        return step_wrapper(original, self.metrics)
 
     def _train(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def train(*args: Any, **kwargs: Any) -> Any:

@@ -9,8 +9,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-from compact_logits.scorers.log_prob_scorer import Entropy
 from compact_logits.engine.validation import check_temperature
+from compact_logits.scorers.log_prob_scorer import Entropy
 
 __all__ = ["Pass", "current_pass", "of_forward_only", "of_training", "rollout_temperature", "running"]
 
@@ -23,7 +23,7 @@ class Pass:
 
     temperature: float
     entropy: Entropy
-    replays_nucleus: bool = False
+    replays_top_p: bool = False
 
 
 def current_pass() -> Pass | None:
@@ -44,7 +44,7 @@ def of_training(args: Namespace) -> Pass | None:
     """The training step: slime asks for entropy with the policy loss, and for its gradient if a coefficient is set."""
     if args.loss_type == "policy_loss":
         entropy: Entropy = "loss" if getattr(args, "entropy_coef", 0.0) != 0 else "metric"
-        return Pass(rollout_temperature(args), entropy, replays_nucleus=_records_nucleus(args))
+        return Pass(rollout_temperature(args), entropy, replays_top_p=_records_top_p(args))
     if args.loss_type == "sft_loss":
         return Pass(rollout_temperature(args), "none")
     return None
@@ -61,7 +61,7 @@ def of_forward_only(
     if not any(callback is known for known in log_prob_callbacks):
         return None
     entropy: Entropy = "metric" if args.use_rollout_entropy else "none"
-    return Pass(rollout_temperature(args), entropy, replays_nucleus=replay and _records_nucleus(args))
+    return Pass(rollout_temperature(args), entropy, replays_top_p=replay and _records_top_p(args))
 
 
 def rollout_temperature(args: Namespace) -> float:
@@ -71,5 +71,5 @@ def rollout_temperature(args: Namespace) -> float:
     return float(temperature)
 
 
-def _records_nucleus(args: Namespace) -> bool:
+def _records_top_p(args: Namespace) -> bool:
     return getattr(args, "rollout_top_p", 1.0) != 1.0

@@ -1,4 +1,4 @@
-"""slime's recorded rollout nuclei, placed on the rows that are kept."""
+"""slime's recorded rollout top-p sets, placed on the rows that are kept."""
 
 from __future__ import annotations
 
@@ -10,27 +10,26 @@ import torch
 from torch import Tensor
 
 from compact_logits.errors import LayoutError
-from compact_logits.rows import Layout
-from compact_logits.rows import RowSelection
+from compact_logits.rows import Layout, RowSelection
 from compact_logits.scorers.top_p import TopPMask
 
-__all__ = ["nucleus_of"]
+__all__ = ["top_p_mask"]
 
 
-def nucleus_of(
+def top_p_mask(
     token_ids: Sequence[Any],  # per sample (listed,) integers, tensor or list
     token_offsets: Sequence[Any],  # per sample (recorded + 1,): token `r` of the response kept ids[o[r]:o[r + 1]]
     layout: Layout,
     selection: RowSelection,
 ) -> TopPMask:
-    """The nucleus of every kept row. A response token without recorded offsets, as slime has it, is not restricted.
+    """The top-p set of every kept row. A response token without recorded offsets, as slime has it, is not restricted.
 
     Loops over samples, never over tokens. Device synchronisation: one for each sample whose record is on the device.
     Raises `LayoutError` where the lists do not have one entry a sample, `InputError` where a span leaves its list.
     """
     if not len(token_ids) == len(token_offsets) == len(layout.response_lengths):
         raise LayoutError(
-            f"needed one recorded nucleus list and one offset list for each of {len(layout.response_lengths)} samples, "
+            f"needed one recorded top-p list and one offset list for each of {len(layout.response_lengths)} samples, "
             f"got {len(token_ids)} and {len(token_offsets)}"
         )
     ids = [_host(value) for value in token_ids]

@@ -16,19 +16,19 @@ __all__ = ["step_wrapper"]
 logger = logging.getLogger("compact_logits")
 
 
-def step_wrapper(original: Callable[..., Any], figures: HeadMetrics) -> Callable[..., Any]:
+def step_wrapper(original: Callable[..., Any], metrics: HeadMetrics) -> Callable[..., Any]:
     """Wrap slime's `train_one_step`: its metrics and, where the pass is compacted, the step's `HeadMetrics.metrics`.
 
     slime logs what is returned, each key behind `train/`, on one rank of all; that rank, and no other, also writes one
-    line. The figures are of that rank's own micro-batches. No collective, no device synchronisation.
+    line. The metrics are of that rank's own micro-batches. No collective, no device synchronisation.
     """
 
     def train_one_step(*args: Any, **kwargs: Any) -> Any:
-        figures.take()  # what the passes before have counted
+        metrics.take()  # what the passes before have counted
         losses, grad_norm = original(*args, **kwargs)
         if current_pass() is None or not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
             return losses, grad_norm
-        step = figures.take()
+        step = metrics.take()
         if _logs():
             logger.info("compact_logits: %s", step)
         return {**losses, **step.metrics()}, grad_norm

@@ -12,11 +12,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from compact_logits.config import Config
-from compact_logits.errors import ConfigError, PatchError
 from compact_logits.diagnostics import Diagnostic
-from compact_logits.host_values import describe
+from compact_logits.errors import PatchError
 from compact_logits.integrations.torchforge.hidden import compute_logprobs_from_hidden
 from compact_logits.integrations.torchforge.logits import compute_logprobs
+from compact_logits.integrations.torchforge.targets import warn_of_compile
 
 if TYPE_CHECKING:
     from compact_logits.integrations.torchforge.installation import Installation
@@ -31,15 +31,16 @@ _installation: Installation | None = None
 def install(args: Any = None) -> None:
     """Switch the compact path on in this process, if `COMPACT_LOGITS` says so; with it unset nothing changes.
 
-    `args`: an actor or its configuration, of which `compile` is read: a bool, or something with a bool `enable`, as
-    torchtitan has it; `compute_logprobs` is then called with it. Without, it is not compiled. Installing twice is
-    installing once. A call whose logits are not laid out as `compute_logprobs` needs them goes to torchforge's own
-    function, with the reason logged once; unless `COMPACT_LOGITS_CHECK_RANKS=0`, on every rank of the vocabulary's mesh
-    axis if on one, and ranks of it that ask for different things raise `DisagreementError`.
+    `args`: an actor or its configuration. Its `compile` does nothing any more, which is logged once where it is on.
+    Installing twice is installing once. A call whose logits are not laid out as `compute_logprobs` needs them goes to
+    torchforge's own function, with the reason logged once. Ranks that share a vocabulary compare what they were given
+    at their first call (`COMPACT_LOGITS_CHECK_RANKS`: at every call or at none): all of them go to torchforge's own
+    function if one refuses, and raise `DisagreementError` if they differ. At a call where they do not compare, a rank
+    that refuses raises `InputError`, since the others may be in a collective already.
 
-    Raises `ConfigError` for an unknown setting or another `compile`, `PatchError` for a version of torchforge whose
-    signatures are not the proven ones, `ImportError` where torchforge or what it needs is missing, and, with
-    `COMPACT_LOGITS=strict`, `RefusedError` at a call that would go to torchforge's own function.
+    Raises `ConfigError` for an unknown setting, `PatchError` for a version of torchforge whose signatures are not the
+    proven ones, `ImportError` where torchforge or what it needs is missing, and, with `COMPACT_LOGITS=strict`,
+    `RefusedError` at a call that would go to torchforge's own function.
     """
     global _installation
     config = Config.from_env(os.environ)
@@ -47,7 +48,9 @@ def install(args: Any = None) -> None:
         return
     from compact_logits.integrations.torchforge.installation import Installation
 
-    installation = Installation(config, compile=_asks_for_compilation(args))
+    if _has_compile(args):
+        warn_of_compile()
+    installation = Installation(config)
     installation.patches.apply()
     _installation = installation
 
@@ -79,20 +82,17 @@ def check() -> list[Diagnostic]:
     try:
         from compact_logits.integrations.torchforge.installation import Installation
 
-        Installation(config, compile=False)
+        Installation(config)
     except (ImportError, PatchError) as error:
         return [Diagnostic(name, "refused", str(error), f"proven: {'; '.join(SUPPORTED)}")]
     return [Diagnostic(name, "off", "not installed in this process", f"call {__name__}.install() in each actor")]
 
 
-def _asks_for_compilation(args: Any) -> bool:
-    def of(holder: Any, name: str, default: Any) -> Any:
-        return holder.get(name, default) if isinstance(holder, Mapping) else getattr(holder, name, default)
+def _has_compile(args: Any) -> bool:
+    """Whether `compile` is on: a bool, or, as torchtitan has it, something with a bool `enable`."""
 
-    setting = of(args, "compile", None)
-    asked = setting if isinstance(setting, bool) else of(setting, "enable", setting)
-    if asked is None or callable(asked):  # no such setting, or a module's method of that name
-        return False
-    if not isinstance(asked, bool):
-        raise ConfigError(f"compile must be True or False, or have an enable that is, got {describe(asked)}")
-    return asked
+    def of(holder: Any, name: str) -> Any:
+        return holder.get(name) if isinstance(holder, Mapping) else getattr(holder, name, None)
+
+    setting = of(args, "compile")
+    return setting is True or of(setting, "enable") is True

@@ -23,7 +23,7 @@ class Positions:
 
     local: slice  # of this rank's positions
     counts: tuple[int, ...]
-    exchange: SequenceSharded | None  # None where every rank has all positions
+    gather: SequenceSharded | None  # None where every rank has all positions
 
     def in_order(
         self,
@@ -118,8 +118,8 @@ class HeadPlacement:
         mesh, axis = self.rows.mesh, self.rows.axis
         parts = [_cut(window, *chunk_bounds(total, mesh.size(axis), rank)) for rank in range(mesh.size(axis))]
         counts = tuple(part.stop - part.start for part in parts)
-        exchange = SequenceSharded(self.rows.shard.group, tuple(batch * count for count in counts))
-        return Positions(parts[mesh.get_local_rank(axis)], counts, exchange)
+        gather = SequenceSharded(self.rows.shard.group, tuple(batch * count for count in counts))
+        return Positions(parts[mesh.get_local_rank(axis)], counts, gather)
 
 
 def _cut(window: slice, start: int, stop: int) -> slice:

@@ -7,7 +7,8 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from compact_logits.engine import validation
-from compact_logits.engine.rank_check import AskedAlike
+from compact_logits.engine.linear import as_autocast, score_hidden
+from compact_logits.engine.rank_check import RankCheck
 from compact_logits.errors import InputError
 from compact_logits.integrations.torchforge.head import refuse_sharded_by_fsdp, through_head
 from compact_logits.integrations.torchforge.head_placement import HeadPlacement
@@ -18,7 +19,6 @@ from compact_logits.integrations.torchforge.targets import (
     log_prob_scorer,
     window_settings,
 )
-from compact_logits.engine.linear import as_autocast, score_hidden
 
 __all__ = ["compute_logprobs_from_hidden"]
 
@@ -34,13 +34,14 @@ def compute_logprobs_from_hidden(
     bias: Tensor | None = None,  # (vocab,), placed as the weight
     compile: bool = False,
     chunk_bytes: int | None = None,
-    check_ranks: bool = True,
+    check_ranks: bool | None = None,
 ) -> Tensor:  # (batch, target positions) fp32
     """`compute_logprobs(hidden @ lm_head_weight.T, input_ids, temperature, align)`, the logits never being held.
 
-    Only the positions that predict an id are projected, in chunks of at most `chunk_bytes` (default 256 MiB); the
-    product is in the dtype of `hidden`, everything after it in fp32. `input_ids`, `temperature`, `align`, `compile`,
-    `check_ranks`, the form of the result and errors as in `compute_logprobs`.
+    Only the positions that predict an id are projected, slice by slice of the vocabulary, of which at most
+    `chunk_bytes` are held (default: 1 GiB on a GPU, 256 MiB on a CPU); the product is in the dtype of `hidden`,
+    everything after it in fp32. `input_ids`, `temperature`, `align`, `compile`, `check_ranks`, the form of the result
+    and errors as in `compute_logprobs`.
 
     The weight may be sharded on the vocabulary by one mesh axis. `hidden` then is a plain tensor, the same on all ranks
     of that axis, or a DTensor of the same mesh: replicated over that axis, or sharded on the positions (sequence
@@ -51,10 +52,10 @@ def compute_logprobs_from_hidden(
     other call, and gather the weight, in backward too. Raises `InputError` for a head with other hooks or another
     `forward`.
 
-    Collectives over the vocabulary's mesh axis: forward one all-gather of 96 bytes a rank with `check_ranks`, and one
-    of three fp32 a row, backward one all-reduce of the gradient of the projected rows; for sharded positions also an
-    all-gather of those rows, and a reduce-scatter in place of the all-reduce. Over each axis that shards the batch: one
-    all-reduce of the weight's gradient.
+    Collectives over the vocabulary's mesh axis: forward one all-gather of 112 bytes a rank where ranks are compared,
+    and one of three fp64 a row, backward one all-reduce of the gradient of the projected rows; for sharded positions
+    also an all-gather of those rows, and a reduce-scatter in place of the all-reduce. Over each axis that shards the
+    batch: one all-reduce of the weight's gradient.
     """
 
     def score(entered: Tensor, weight: Tensor, own_bias: Tensor | None) -> tuple[Tensor, Targets]:
@@ -79,7 +80,7 @@ def _score(
     align: bool,
     compile: bool,
     chunk_bytes: int | None,
-    check_ranks: bool,
+    check_ranks: bool | None,
 ) -> tuple[Tensor, Targets]:  # (local batch, target positions), and what they are log-probs of
     validation.check_tensor("hidden", hidden)
     validation.check_tensor("lm_head_weight", weight)
@@ -91,7 +92,7 @@ def _score(
             f"{tuple(weight.shape)}"
         )
     head = HeadPlacement.of(hidden, weight)
-    with AskedAlike("compute_logprobs_from_hidden", head.shard, check_ranks, hidden) as asked:
+    with RankCheck("compute_logprobs_from_hidden", head.shard, check_ranks, hidden) as check:
         check_settings(temperature, align=align, compile=compile)
         budget = validation.check_chunk_bytes(chunk_bytes)
         targets = Targets.of(input_ids, head.rows, weight.shape[0], hidden.device)
@@ -103,12 +104,13 @@ def _score(
         local_weight, local_bias = head.localize(weight), None if bias is None else head.localize(bias)
         rows, local_weight, local_bias = as_autocast(rows, local_weight, local_bias)
         shard = validation.check_head(rows, local_weight, local_bias, head.shard)
-        if positions.exchange is not None:
-            positions.exchange.check(rows)
-        scorer = log_prob_scorer(positions.in_order(targets.ids), shard, temperature, compile=compile)
-        settings = {"dtype": rows.dtype, "hidden size": rows.shape[1], "bias": bias is not None}
-        asked.told(targets.asked, scorer.temperature, window_settings(shape, window) | settings, hidden=rows)
+        if positions.gather is not None:
+            positions.gather.check(rows)
+        scorer = log_prob_scorer(positions.in_order(targets.ids), shard, temperature, rows.dtype)
+        settings = window_settings(shape, window) | {"dtype": rows.dtype, "hidden size": rows.shape[1]}
+        settings["bias"] = bias is not None
+        check.compare(targets.ids.flatten(), float(temperature), settings, place=targets.ignored, hidden=rows)
     (log_probs,) = score_hidden(
-        rows, local_weight, local_bias, scorer, exchange=positions.exchange, group=shard.group, chunk_bytes=budget
+        rows, local_weight, local_bias, scorer, gather=positions.gather, group=shard.group, chunk_bytes=budget
     )
     return positions.back(log_probs, local.shape[0]), targets

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from compact_logits.config import Config
+from compact_logits.engine.rank_check import compares
 from compact_logits.errors import DisagreementError, InputError, RefusedError
 from compact_logits.integrations.torchforge.endpoint import EndpointPatch
 from compact_logits.integrations.torchforge.logits import compute_logprobs, place_logits
@@ -35,9 +36,8 @@ class ShardedLogits:
 class Installation:
     """The patches of one process. `refused`: why calls took the full path, each reason once."""
 
-    def __init__(self, config: Config, *, compile: bool) -> None:
+    def __init__(self, config: Config) -> None:
         self.config = config
-        self.compile = compile
         self.refused: dict[str, None] = {}
         ops = importlib.import_module("forge.util.ops")
         reference_model = importlib.import_module("forge.actors.reference_model").ReferenceModel
@@ -59,19 +59,18 @@ class Installation:
             logits: Tensor | ShardedLogits, input_ids: Tensor, temperature: float = 1.0, align: bool = True
         ) -> Tensor:
             given = logits.logits if isinstance(logits, ShardedLogits) else logits
+            config, alone = self.config, False
             try:
+                if isinstance(given, DTensor):
+                    shard = place_logits(given, align).shard
+                    # Where ranks do not compare, what this one refuses the others may be computing.
+                    alone = shard.sharded and not compares(shard, config.check_ranks)
                 return compute_logprobs(
-                    given,
-                    input_ids,
-                    temperature,
-                    align,
-                    compile=self.compile,
-                    chunk_bytes=self.config.chunk_bytes,
-                    check_ranks=self.config.check_ranks,
+                    given, input_ids, temperature, align, chunk_bytes=config.chunk_bytes, check_ranks=config.check_ranks
                 )
-            except DisagreementError:
-                raise
             except InputError as error:
+                if alone or isinstance(error, DisagreementError):
+                    raise
                 self._refuse(error)
             whole = logits.logits.full_tensor() if isinstance(logits, ShardedLogits) else logits
             return original(whole, input_ids, temperature, align)

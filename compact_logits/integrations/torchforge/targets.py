@@ -1,7 +1,9 @@
-"""The ids that torchforge asks for, and the form in which it wants their log-probs back."""
+"""The ids whose log-probs torchforge wants, and the form in which it wants them back."""
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,14 +13,16 @@ from torch.distributed.tensor import DTensor
 
 from compact_logits.engine import validation
 from compact_logits.engine.dtensor import VocabPlacement
-from compact_logits.errors import InputError
-from compact_logits.scorers.compiled import CompiledLogProbScorer
-from compact_logits.scorers.log_prob_scorer import LogProbScorer
+from compact_logits.engine.slices import accumulation_dtype
 from compact_logits.engine.vocab_shard import VocabShard
+from compact_logits.errors import InputError
+from compact_logits.scorers.log_prob_scorer import LogProbScorer, inverse_temperatures
 
-__all__ = ["Targets", "aligned_window", "check_settings", "log_prob_scorer", "window_settings"]
+__all__ = ["Targets", "aligned_window", "check_settings", "log_prob_scorer", "warn_of_compile", "window_settings"]
 
-# What `torch.nn.functional.cross_entropy`, and so torchforge, passes over unless told otherwise.
+logger = logging.getLogger("compact_logits")
+
+# The default `ignore_index` of `torch.nn.functional.cross_entropy`, which torchforge calls.
 _IGNORED = -100
 
 
@@ -58,11 +62,6 @@ class Targets:
         ids = ids.masked_fill(ignored, 0)
         validation.check_row_ids(ids, ids.shape, VocabShard(0, vocab), "input_ids")
         return cls(ids, ignored, input_ids, placement)
-
-    @property
-    def asked(self) -> Tensor:  # (local batch * target positions,) int64
-        """The ids, and -100 where they are ignored: what all ranks of the vocabulary's mesh axis must have alike."""
-        return self.ids.masked_fill(self.ignored, _IGNORED).flatten()
 
     def returned(
         self,
@@ -113,15 +112,26 @@ def check_settings(temperature: float, *, align: bool, compile: bool) -> None:
     validation.check_temperature(temperature, ())
     validation.check_flag("align", align)
     validation.check_flag("compile", compile)
+    if compile:
+        warn_of_compile()
+
+
+@functools.cache
+def warn_of_compile() -> None:
+    """Log once that `compile` does nothing any more."""
+    logger.warning(
+        "compile no longer reaches compute_logprobs: the Triton kernels, which are the default on CUDA, replace the "
+        "compiled passes over logits. The argument does nothing in this release and will be gone in the next"
+    )
 
 
 def log_prob_scorer(
-    ids: Tensor,  # (..., ) int64, global
+    ids: Tensor,  # (...) int64, global
     shard: VocabShard,
     temperature: float,
-    *,
-    compile: bool,
+    dtype: torch.dtype,  # of the logits
 ) -> LogProbScorer:
     """The scorer of these ids, in their order."""
-    scorer = CompiledLogProbScorer if compile else LogProbScorer
-    return scorer(targets=ids.flatten(), shard=shard, temperature=float(temperature), entropy="none")
+    rows = ids.flatten()
+    inverse = inverse_temperatures(float(temperature), rows, accumulation_dtype(dtype))
+    return LogProbScorer(rows, shard, inverse, entropy="none")

@@ -1,4 +1,4 @@
-"""What a call of verl's top-k loss asks for, on its way down to the vocab-parallel KL, and the answers' way up."""
+"""The settings of a call of verl's top-k loss, handed down to the vocab-parallel KL, and the results handed up."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from compact_logits.config import Config
+from compact_logits.engine.slices import default_budget
+from compact_logits.engine.validation import check_flag
+from compact_logits.engine.vocab_shard import VocabShard
 from compact_logits.errors import ConfigError, InputError, RefusedError
 from compact_logits.host_values import as_index, describe
 from compact_logits.integrations.verl.tail_mode import TAIL_MODE, tail_mass_eps
 from compact_logits.scorers.topk_kl import topk_kl
-from compact_logits.engine.validation import check_flag
-from compact_logits.engine.vocab_shard import VocabShard
 
 __all__ = ["Request", "forward_kl_wrapper", "topk_loss_wrapper", "vocab_parallel_kl_wrapper"]
 
@@ -29,7 +30,7 @@ _REQUEST: ContextVar[Request | None] = ContextVar("compact_logits_verl_request",
 
 @dataclass
 class Request:
-    """`chunk_rows`: verl's own bound on the tokens held at once. `answered` and `tail` come back up."""
+    """`chunk_rows`: verl's own bound on the tokens held at once. The KL sets `answered` and `tail`."""
 
     wants_tail: bool = False
     tail_mass_eps: float = 1e-6
@@ -40,7 +41,7 @@ class Request:
 
     @classmethod
     def of(cls, loss_config: Any) -> Request:
-        """Raises `ConfigError` where a chunk is to hold no number of rows, `InputError` where a switch is none."""
+        """Raises `ConfigError` for a chunk size that is no number of tokens, `InputError` for a switch that is none."""
         wants_tail = getattr(loss_config, "loss_mode", None) == TAIL_MODE
         chunked = getattr(loss_config, "use_chunked_topk", False)
         check_flag("use_chunked_topk", chunked)
@@ -123,9 +124,9 @@ def vocab_parallel_kl_wrapper(config: Config) -> Callable[[Callable[..., Any]], 
         ) -> tuple[Tensor, ...]:  # (batch, tokens) each
             request = _REQUEST.get() or Request()
             width, group = vp_logits.shape[-1], parallel_state.get_tensor_model_parallel_group()
-            chunk_bytes = config.chunk_bytes
+            chunk_bytes = default_budget(vp_logits.device) if config.chunk_bytes is None else config.chunk_bytes
             if request.chunk_rows is not None:
-                chunk_bytes = min(chunk_bytes, request.chunk_rows * width * torch.float32.itemsize)
+                chunk_bytes = min(chunk_bytes, request.chunk_rows * width * vp_logits.element_size())
             kl = topk_kl(
                 vp_logits,
                 target_topk_logps,

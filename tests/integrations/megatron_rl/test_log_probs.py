@@ -184,8 +184,9 @@ def test_case_1_16_the_whole_vocabulary_never_exists(rank_pool: RankPool, world:
     for result in rank_pool.run(world, vocabulary_of, "compact", "1"):
         assert result["whole"] == []
         assert result["rows"] <= 1, "more rows of this rank's vocabulary than the budget has room for"
-        # What was asked, kept rows and statistics forward, the rows' gradient backward: no size knows the vocabulary.
-        assert result["called"] == {"all_gather_into_tensor": 3, "reduce_scatter_tensor": 1}
+        # The request, the head's state (once), kept rows and statistics forward, the rows' gradient backward: no size
+        # knows the vocabulary.
+        assert result["called"] == {"all_gather_into_tensor": 4, "reduce_scatter_tensor": 1}
 
 
 @pytest.mark.parametrize("world", [2, 4])

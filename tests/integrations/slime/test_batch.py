@@ -13,10 +13,9 @@ from torch import Tensor
 from compact_logits.errors import InputError, LayoutError, RefusedError
 from compact_logits.integrations import slime
 from compact_logits.integrations.slime.batch import TokenList
-from compact_logits.integrations.slime.replay import nucleus_of
-from compact_logits.rows import packed
+from compact_logits.integrations.slime.replay import top_p_mask
 from compact_logits.megatron import HeadMetrics, Outcome, request_of
-from compact_logits.rows import RowSelection
+from compact_logits.rows import RowSelection, packed
 from tests.support.slime_stand_in import Iterate, run_arguments, slime_stand_in
 
 KEYS = ["tokens", "loss_masks", "total_lengths", "response_lengths", "rollout_top_p_token_ids"]
@@ -146,7 +145,7 @@ def test_without_an_answer_the_original_reads_the_logits(modules: dict[str, Modu
     assert read(modules, list(tokens), two_wide)[1]["ordinary"] is two_wide
 
 
-def test_case_8_3_a_head_that_was_never_asked_is_told_of_once(
+def test_case_8_3_a_head_that_never_saw_the_request_is_warned_of_once(
     modules: dict[str, ModuleType], caplog: pytest.LogCaptureFixture
 ) -> None:
     two_wide = torch.zeros(1, 12, 2)
@@ -154,23 +153,25 @@ def test_case_8_3_a_head_that_was_never_asked_is_told_of_once(
         tokens = batch_of(modules, samples())["unconcat_tokens"]
         for _ in range(2):  # slime may recompute the loss
             assert read(modules, tokens, two_wide)[1]["ordinary"] is two_wide
-        assert tokens.request.reason.startswith("the model's head was never asked")
-    assert [record.message[:47] for record in caplog.records] == ["full path: the model's head was never asked: a "]
-    counted = figures_of_installation().take()
+        assert tokens.request.reason.startswith("the model's head never saw the request")
+    assert [record.message[:49] for record in caplog.records] == ["full path: the model's head never saw the request"]
+    counted = metrics_of_installation().take()
     assert (counted.micro_batches, counted.rows, counted.projected_rows) == (2, 24, 24)
     assert list(counted.full_path.values()) == [2]
 
 
-def test_strict_raises_where_the_head_was_never_asked(modules: dict[str, ModuleType]) -> None:
+def test_strict_raises_where_the_head_never_saw_the_request(modules: dict[str, ModuleType]) -> None:
     tokens = batch_of(modules, samples())["unconcat_tokens"]
     tokens.request.strict = True
-    with pytest.raises(RefusedError, match="COMPACT_LOGITS=strict: the model's head was never asked: a wrapper has"):
+    with pytest.raises(
+        RefusedError, match="COMPACT_LOGITS=strict: the model's head never saw the request: a wrapper has"
+    ):
         read(modules, tokens, torch.zeros(1, 12, 2))
 
 
-def figures_of_installation() -> HeadMetrics:
+def metrics_of_installation() -> HeadMetrics:
     assert slime._installation is not None
-    return slime._installation.figures
+    return slime._installation.metrics
 
 
 def test_case_8_9_another_tensor_than_the_head_s_is_not_read(modules: dict[str, ModuleType]) -> None:
@@ -186,7 +187,7 @@ def test_case_8_9_another_tensor_than_the_head_s_is_not_read(modules: dict[str, 
         ({"args": run_arguments(rollout_temperature=1.0)}, "asked at temperature 0.9, the loss reads at 1.0"),
         (
             {"top_p_token_ids": [[]], "top_p_token_offsets": [[]]},
-            "asked without the recorded nucleus, the loss reads with",
+            "asked without the recorded top-p sets, the loss reads with",
         ),
     ],
 )
@@ -217,15 +218,15 @@ def test_recorded_nuclei_stand_at_the_kept_rows() -> None:
     selection = RowSelection.build(keep, layout.label_source, joined)
     ids = [torch.tensor([7, 7, 3, 4, 9], dtype=torch.int32), [5]]
     offsets = [torch.tensor([0, 3, 4, 5], dtype=torch.int32), [0, 1]]  # the second sample recorded one token of two
-    nucleus = nucleus_of(ids, offsets, layout, selection)
-    assert nucleus.recorded.tolist() == [True, True, True, False]
-    assert list(zip(nucleus.row_of.tolist(), nucleus.ids.tolist(), strict=True)) == [(0, 3), (0, 7), (1, 9), (2, 5)]
+    top_p = top_p_mask(ids, offsets, layout, selection)
+    assert top_p.recorded.tolist() == [True, True, True, False]
+    assert list(zip(top_p.row_of.tolist(), top_p.ids.tolist(), strict=True)) == [(0, 3), (0, 7), (1, 9), (2, 5)]
     with pytest.raises(LayoutError, match="for each of 2 samples, got 1 and 2"):
-        nucleus_of(ids[:1], offsets, layout, selection)
+        top_p_mask(ids[:1], offsets, layout, selection)
     with pytest.raises(
-        InputError, match=r"the nucleus of row 1 is \[4, 8\) of 6 recorded ids; record the offsets and the ids"
+        InputError, match=r"the top-p set of row 1 is \[4, 8\) of 6 recorded ids; record the offsets and the ids"
     ):
-        nucleus_of(ids, [torch.tensor([0, 3, 4, 8]), [0, 1]], layout, selection)
+        top_p_mask(ids, [torch.tensor([0, 3, 4, 8]), [0, 1]], layout, selection)
 
 
 def test_log_probs_of_other_engines_are_zero_where_the_mask_is(modules: dict[str, ModuleType]) -> None:

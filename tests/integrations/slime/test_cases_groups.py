@@ -16,13 +16,13 @@ from compact_logits import VocabShard, linear_log_probs, scatter, topk_kl
 from compact_logits.cli.cpu_model import build_gpt, cpu_megatron
 from compact_logits.engine.logits import score_logits
 from compact_logits.megatron import Request, attach, mark
-from compact_logits.megatron.output_layer import armed
+from compact_logits.megatron.output_layer import compact_output_layer
 from compact_logits.rows import RowSelection
-from compact_logits.scorers.log_prob_scorer import LogProbScorer
 from compact_logits.scorers.top_p import TopPMask, TopPScorer
 from tests.support.gpt_paths import VOCAB, Cut, micro_batch
 from tests.support.marked_gpt import call
 from tests.support.ranks import RankPool
+from tests.support.scorers import log_prob_scorer
 from tests.support.sharded_head import shard_of
 from tests.support.topk_case import assert_as_good_as_plain, topk_case
 
@@ -53,8 +53,8 @@ def renormalised(rank: int, world: int, logits: Tensor, ids: Tensor, targets: Te
     shard = shard_of(rank, CUTS)
     mine = logits[:, shard.start : shard.stop].clone().requires_grad_()
     rows, k = ids.shape
-    nucleus = TopPMask.build(ids.flatten(), torch.arange(rows) * k, torch.arange(rows) * k + k, torch.ones(rows) > 0)
-    (log_probs,) = score_logits(mine, TopPScorer(LogProbScorer(targets, shard, 1.0, "none"), nucleus))
+    mask = TopPMask.build(ids.flatten(), torch.arange(rows) * k, torch.arange(rows) * k + k, torch.ones(rows) > 0)
+    (log_probs,) = score_logits(mine, TopPScorer(log_prob_scorer(targets, shard, 1.0, "none", mine.dtype), mask))
     log_probs.sum().backward()
     assert mine.grad is not None
     return log_probs.detach(), mine.grad
@@ -89,7 +89,7 @@ def in_an_explicit_group(rank: int, world: int) -> list[Tensor]:
         selection = RowSelection.build(torch.arange(8) % 2 == 0, torch.arange(8), torch.arange(8) * 11)
         asked = AssertionError("Megatron's global group was asked for")
         with mock.patch.object(parallel_state, "get_tensor_model_parallel_group", side_effect=asked):
-            with armed(head, Request(selection, entropy="loss")):
+            with compact_output_layer(head, Request(selection, entropy="loss")):
                 answer, _ = head(hidden)
             answer.sum().backward()
         logits = hidden.detach()[selection.indices, 0] @ whole.t()

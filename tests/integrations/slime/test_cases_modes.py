@@ -9,12 +9,12 @@ import torch
 
 from compact_logits import linear_log_probs
 from compact_logits.cli.cpu_model import cpu_megatron
+from tests.megatron.test_refusals import run_case
 from tests.support.linear_head import Head, assert_as_good_as_plain
 from tests.support.marked_gpt import Came, differences
 from tests.support.ranks import RankPool
 from tests.support.refused_setups import CASES
 from tests.support.source_tree import ROOT
-from tests.megatron.test_refusals import run_case
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)

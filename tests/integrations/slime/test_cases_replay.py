@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from compact_logits import VocabShard
-from compact_logits.errors import InputError
 from compact_logits.engine.logits import score_logits
-from compact_logits.scorers.log_prob_scorer import LogProbScorer
+from compact_logits.errors import InputError
 from compact_logits.scorers.top_p import TopPMask, TopPScorer
 from tests.support.ranks import RankPool
+from tests.support.scorers import log_prob_scorer
 from tests.support.sharded_head import shard_of
 
 ROW = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
@@ -22,10 +22,10 @@ def replayed(
 ) -> tuple[Tensor, Tensor]:
     """Log-prob and entropy of one row whose recorded set is `kept`; `None` for a row of which nothing is recorded."""
     shard = shard or VocabShard(0, logits.shape[1])
-    base = LogProbScorer(torch.tensor([target]), shard, 1.0, "loss")
+    base = log_prob_scorer(torch.tensor([target]), shard, 1.0, "loss")
     ids = torch.tensor(kept or [], dtype=torch.int64)
-    nucleus = TopPMask.build(ids, torch.tensor([0]), torch.tensor([len(ids)]), torch.tensor([kept is not None]))
-    log_prob, entropy = score_logits(logits, TopPScorer(base, nucleus))
+    mask = TopPMask.build(ids, torch.tensor([0]), torch.tensor([len(ids)]), torch.tensor([kept is not None]))
+    log_prob, entropy = score_logits(logits, TopPScorer(base, mask))
     return log_prob, entropy
 
 
@@ -89,8 +89,8 @@ def test_case_10_6_a_temperature_per_row_and_either_gradient_alone(asked: str, c
     ids = torch.tensor([each for one in sets for each in one or []])
     stops = torch.tensor([len(one or []) for one in sets]).cumsum(0)
     starts = torch.tensor([0, *stops[:-1].tolist()])
-    nucleus = TopPMask.build(ids, starts, stops, torch.tensor([one is not None for one in sets]))
-    scorer = TopPScorer(LogProbScorer(targets, VocabShard(0, 9), temperature, "loss"), nucleus)
+    mask = TopPMask.build(ids, starts, stops, torch.tensor([one is not None for one in sets]))
+    scorer = TopPScorer(log_prob_scorer(targets, VocabShard(0, 9), temperature, "loss"), mask)
     ours = score_logits(logits, scorer, chunk_bytes=chunk_bytes)
 
     exact = logits.detach().double().requires_grad_()
@@ -117,12 +117,12 @@ def test_case_10_7_no_padding_is_taken_for_an_id(target: int) -> None:
     vocab = 2**17
     logits = torch.zeros(2, vocab)
     logits[:, -1] = 20.0
-    base = LogProbScorer(torch.tensor([target, 5]), VocabShard(0, vocab), 1.0, "none")
+    base = log_prob_scorer(torch.tensor([target, 5]), VocabShard(0, vocab), 1.0, "none")
     ids = torch.tensor([7, 9, 11, vocab - 1])
     recorded = torch.ones(2, dtype=torch.bool)
-    nucleus = TopPMask.build(ids, torch.tensor([0, 3]), torch.tensor([3, 3]), recorded)
-    (log_probs,) = score_logits(logits, TopPScorer(base, nucleus))
+    mask = TopPMask.build(ids, torch.tensor([0, 3]), torch.tensor([3, 3]), recorded)
+    (log_probs,) = score_logits(logits, TopPScorer(base, mask))
     own = torch.log_softmax(logits[0, [7, 9, 11, target]], dim=0)[3].item()
     assert log_probs.tolist() == pytest.approx([own, 0.0], abs=1e-6)
-    with pytest.raises(InputError, match="a recorded nucleus holds the id -1; ids are vocabulary ids from 0 on"):
+    with pytest.raises(InputError, match="a recorded top-p set holds the id -1; ids are vocabulary ids from 0 on"):
         TopPMask.build(torch.tensor([7, -1]), torch.tensor([0]), torch.tensor([2]), recorded[:1])

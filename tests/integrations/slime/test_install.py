@@ -168,7 +168,7 @@ def test_which_pass_runs_and_what_it_asks(
     assert current_pass() is None
 
 
-def test_the_nucleus_is_replayed_where_slime_replays_it(
+def test_the_top_p_is_replayed_where_slime_replays_it(
     modules: dict[str, ModuleType], run: Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COMPACT_LOGITS", "1")
@@ -180,7 +180,7 @@ def test_the_nucleus_is_replayed_where_slime_replays_it(
     def replays(_: ModuleType) -> bool:
         asked = current_pass()
         assert asked is not None
-        return asked.replays_nucleus
+        return asked.replays_top_p
 
     assert actor.train(0, replays)
     assert actor.forward_only(log_probs, run, None, replays, [1], use_rollout_top_p_replay=True)

@@ -25,12 +25,12 @@ OF_A_STEP = {
 
 
 def one_step(rank: int, world: int, tp: int, pp: int, compacts: bool) -> tuple[dict[str, Any], list[str]]:
-    figures, said = HeadMetrics(), []
+    of_head, said = HeadMetrics(), []
     request = Request(micro_batch(0, Cut(1), "holes").selection)
 
     def count(path: Any, **more: Any) -> None:
         request.outcome = Outcome(path, **more)
-        figures.record(request)
+        of_head.record(request)
 
     def train_one_step(*args: Any, step_id: int) -> tuple[dict[str, float], float]:
         assert args == (7,) and step_id == 1
@@ -47,7 +47,7 @@ def one_step(rank: int, world: int, tp: int, pp: int, compacts: bool) -> tuple[d
     try:
         with cpu_megatron(rank, world, tp=tp, pp=pp), running(Pass(1.0, "loss") if compacts else None):
             count("compact", bytes_not_allocated=10**9)  # of a pass before, and no part of the step
-            metrics, grad_norm = step_wrapper(train_one_step, figures)(7, step_id=1)
+            metrics, grad_norm = step_wrapper(train_one_step, of_head)(7, step_id=1)
     finally:
         logger.setLevel(level)
         logger.removeHandler(handler)

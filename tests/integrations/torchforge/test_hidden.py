@@ -57,13 +57,13 @@ def test_plain_tensors(dtype: torch.dtype, align: bool, with_bias: bool) -> None
         assert_gradient_close_to_truth(result, own, true, floor=1e-5 if dtype == torch.float32 else 2e-3)
 
 
-def test_logits_are_held_by_the_chunk_and_only_of_positions_that_count() -> None:
+def test_logits_take_the_budget_at_most_and_are_only_of_positions_that_count() -> None:
     hidden, weight = torch.randn(2, 400, 8), torch.randn(4096, 8)
     ids = torch.randint(0, 4096, (2, 40))
     with AllocationTracker() as seen:
         values = compute_logprobs_from_hidden(hidden, weight, ids, chunk_bytes=2**19)
     torch.testing.assert_close(values, plain_logprobs(hidden @ weight.T, ids), atol=1e-5, rtol=0)
-    assert 2**18 < max(each.nbytes for each in seen.records) <= 2**19
+    assert 2**17 < max(each.nbytes for each in seen.records) <= 2**18, "a slice is half of the budget"
     with AllocationTracker() as whole:
         compute_logprobs_from_hidden(hidden, weight, ids)
     assert 2**19 < max(each.nbytes for each in whole.records) <= 80 * 4096 * 4

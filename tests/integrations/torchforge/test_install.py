@@ -23,6 +23,7 @@ from compact_logits.errors import ConfigError, PatchError, RefusedError
 from compact_logits.integrations import torchforge
 from compact_logits.integrations.torchforge import installation
 from compact_logits.integrations.torchforge.endpoint import EndpointPatch
+from compact_logits.integrations.torchforge.targets import warn_of_compile
 from tests.support.collectives import count_collectives
 from tests.support.meshes import mesh_of
 from tests.support.ranks import RankPool
@@ -109,14 +110,14 @@ def test_a_loss_calls_ours(forge: None, monkeypatch: pytest.MonkeyPatch) -> None
         "compute_logprobs",
         lambda *args, **kwargs: calls.append(kwargs) or torchforge.compute_logprobs(*args),
     )
-    torchforge.install(Namespace(compile={"enable": True}))
+    torchforge.install()
     ours = look_up.compute_logprobs(logits, ids, align=False)
-    assert calls == [{"compile": True, "chunk_bytes": 256 * 2**20, "check_ranks": True}]
+    assert calls == [{"chunk_bytes": None, "check_ranks": None}]
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize(
-    ("args", "asked"),
+    ("args", "warned"),
     [
         (None, False),
         (Namespace(compile=True), True),
@@ -128,18 +129,15 @@ def test_a_loss_calls_ours(forge: None, monkeypatch: pytest.MonkeyPatch) -> None
         (nn.Linear(1, 1), False),  # whose `compile` is a method
     ],
 )
-def test_compilation_is_the_actors_own_setting(forge: None, args: object, asked: bool) -> None:
-    torchforge.install(args)
-    assert torchforge._installation is not None and torchforge._installation.compile is asked
-
-
-@pytest.mark.parametrize("compile", ["False", 1, {"enable": "no"}, Namespace(enable=0), {"level": 3}])
-def test_a_compilation_that_is_neither_on_nor_off_is_refused(forge: None, compile: object) -> None:
-    before = bound()
-    for args in (Namespace(compile=compile), {"compile": compile}):
-        with pytest.raises(ConfigError, match="compile must be True or False, or have an enable that is, got "):
-            torchforge.install(args)
-        assert all(now is then for now, then in zip(bound(), before, strict=True))
+def test_an_actors_compile_does_nothing_and_is_warned_of_once(
+    forge: None, args: object, warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    warn_of_compile.cache_clear()
+    for _ in range(2):
+        torchforge.install(args)
+        torchforge.uninstall()
+    assert len([record for record in caplog.records if "does nothing in this release" in record.message]) == warned
+    warn_of_compile.cache_clear()
 
 
 def test_what_ours_refuses_is_answered_by_theirs_and_logged_once(
@@ -203,7 +201,7 @@ def test_a_patch_on_top_is_not_undone(forge: None) -> None:
     endpoint._method = ours
 
 
-def test_check_tells_each_state(forge: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_names_each_state(forge: None, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (torchforge.check()[0].state, torchforge.check()[0].reason) == ("off", "not installed in this process")
     torchforge.install()
     assert torchforge.check()[0].state == "on"
@@ -248,7 +246,7 @@ def reference(rank: int, world: int, root: str | None, partial: bool, check_rank
         with count_collectives() as compact:
             ours = reference_forward(model, ids, PROMPT, log_probs=True)
         same_logits = reference_forward(model, ids, PROMPT, log_probs=False)
-        findings = [(each.state, each.reason) for each in torchforge.check()]
+        diagnostics = [(each.state, each.reason) for each in torchforge.check()]
         torchforge.uninstall()
         assert not model._forward_hooks
         restored = reference_forward(model, ids, PROMPT, log_probs=True)
@@ -259,7 +257,7 @@ def reference(rank: int, world: int, root: str | None, partial: bool, check_rank
         "shape": tuple(ours.shape),
         "full": dict(full),
         "compact": dict(compact),
-        "findings": findings,
+        "diagnostics": diagnostics,
     }
 
 
@@ -269,12 +267,12 @@ def test_the_reference_model_no_longer_gathers(rank_pool: RankPool, root: str | 
         for found in rank_pool.run(2, reference, root, False, check_ranks):
             assert found["difference"] <= 1e-5 and found["type"] == "Tensor" and found["shape"] == (2, 6)
             assert found["full"][GATHER] == 1 and found["compact"] == {"all_gather_into_tensor": messages}
-            assert found["findings"] == [("on", "installed, mode on")]
+            assert found["diagnostics"] == [("on", "installed, mode on")]
 
 
 @pytest.mark.parametrize("root", TREES)
 def test_logits_that_ours_cannot_place_are_gathered_as_before(rank_pool: RankPool, root: str | None) -> None:
     for found in rank_pool.run(2, reference, root, True):
         assert found["difference"] <= 1e-5 and found["compact"] == found["full"]
-        assert [state for state, _ in found["findings"]] == ["refused"]
-        assert "a Partial value is not summed yet" in found["findings"][0][1]
+        assert [state for state, _ in found["diagnostics"]] == ["refused"]
+        assert "a Partial value is not summed yet" in found["diagnostics"][0][1]

@@ -81,24 +81,24 @@ def unknown_version(rank: int, world: int, mode: str) -> list[str]:
     entry_point().load()
     megatron = importlib.import_module("verl.trainer.distillation.megatron.losses")
     megatron._VocabParallelKLDivergence.forward = staticmethod(lambda ctx, logits: 0)
-    said: list[str] = []
+    messages: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("compact_logits").addHandler(handler)
     try:
         importlib.import_module(ENGINE)
     except ValueError as error:
-        said.append(f"raised {error}")
-    return said
+        messages.append(f"raised {error}")
+    return messages
 
 
 @pytest.mark.parametrize(("mode", "how"), [("1", "full path for top-k distillation: "), ("strict", "raised ")])
-def test_a_verl_that_is_not_the_proven_one_is_said(mode: str, how: str) -> None:
-    (said,) = run_ranks(1, unknown_version, mode)
-    assert len(said) == 1 and said[0].startswith(f"{how}needed _VocabParallelKLDivergence.forward(ctx, ")
+def test_a_verl_that_is_not_the_proven_one_is_logged_or_raises(mode: str, how: str) -> None:
+    (messages,) = run_ranks(1, unknown_version, mode)
+    assert len(messages) == 1 and messages[0].startswith(f"{how}needed _VocabParallelKLDivergence.forward(ctx, ")
 
 
-def test_a_mistyped_switch_is_said_although_verl_swallows_what_a_plugin_raises() -> None:
+def test_a_mistyped_switch_is_logged_although_verl_swallows_what_a_plugin_raises() -> None:
     code = f"""
 import sys
 sys.path.insert(0, {str(STAND_IN)!r})

@@ -184,15 +184,15 @@ def native(rank: int, world: int) -> tuple[bool, bool, list[Any]]:
     losses.DISTILLATION_LOSS_REGISTRY["forward_kl_topk_tail"] = collect
     losses.DISTILLATION_SETTINGS_REGISTRY["forward_kl_topk_tail"] = "settings"
     verl.install()
-    kept, findings = losses.DISTILLATION_LOSS_REGISTRY["forward_kl_topk_tail"] is collect, verl.check()
+    kept, diagnostics = losses.DISTILLATION_LOSS_REGISTRY["forward_kl_topk_tail"] is collect, verl.check()
     verl.uninstall()
     after = losses.DISTILLATION_LOSS_REGISTRY.pop("forward_kl_topk_tail") is collect
     losses.DISTILLATION_SETTINGS_REGISTRY.pop("forward_kl_topk_tail")
-    return kept, after, findings
+    return kept, after, diagnostics
 
 
-def test_a_mode_that_verl_brings_itself_stays_verls(pool: RankPool) -> None:
-    ((during, after, findings),) = pool.run(1, native)
+def test_a_mode_that_verl_brings_itself_remains_verls(pool: RankPool) -> None:
+    ((during, after, diagnostics),) = pool.run(1, native)
     assert during and after
-    assert [finding.state for finding in findings] == ["on", "refused"]
-    assert "has a loss mode forward_kl_topk_tail of its own" in findings[1].reason
+    assert [each.state for each in diagnostics] == ["on", "refused"]
+    assert "has a loss mode forward_kl_topk_tail of its own" in diagnostics[1].reason

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from compact_logits.errors import InputError
-from tests.support.asked_calls import REMEDY, TOLD
+from tests.support.rank_calls import DIFFERENT, REMEDY
 from tests.support.ranks import RankPool, run_ranks
 from tests.support.verl_process import (
     MODULES,
@@ -63,14 +63,14 @@ def install_and_back(rank: int, world: int, mode: str | None) -> tuple[set[str],
     before = everything()
     verl.install()
     verl.install()
-    installed, findings = changed(before), verl.check()
+    installed, diagnostics = changed(before), verl.check()
     verl.uninstall()
     verl.uninstall()
-    return installed, changed(before), findings
+    return installed, changed(before), diagnostics
 
 
 def test_installed_and_put_back(pool: RankPool) -> None:
-    ((installed, after, findings),) = pool.run(1, install_and_back, "1")
+    ((installed, after, diagnostics),) = pool.run(1, install_and_back, "1")
     assert {name.removeprefix("verl.") for name in installed} == {
         "trainer.distillation.losses.compute_topk_loss",
         "trainer.distillation.megatron.losses.compute_forward_kl_topk",
@@ -82,14 +82,14 @@ def test_installed_and_put_back(pool: RankPool) -> None:
         "trainer.distillation.losses.DISTILLATION_SETTINGS_REGISTRY[forward_kl_topk_tail]",
     }
     assert after == set()
-    assert [(finding.name, finding.state) for finding in findings] == [("verl", "on")]
+    assert [(each.name, each.state) for each in diagnostics] == [("verl", "on")]
 
 
 @pytest.mark.parametrize("mode", [None, "0"])
 def test_without_the_switch_nothing_changes(pool: RankPool, mode: str | None) -> None:
-    ((installed, after, findings),) = pool.run(1, install_and_back, mode)
+    ((installed, after, diagnostics),) = pool.run(1, install_and_back, mode)
     assert installed == after == set()
-    assert [(finding.state, finding.remedy) for finding in findings] == [("off", "export COMPACT_LOGITS=1")]
+    assert [(each.state, each.remedy) for each in diagnostics] == [("off", "export COMPACT_LOGITS=1")]
 
 
 def per_token(data_format: str, *, with_batch: bool, **settings: Any) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
@@ -204,10 +204,10 @@ def elsewhere(rank: int, world: int, change: str) -> tuple[str, list[Any]]:
         megatron._VocabParallelKLDivergence.forward = staticmethod(lambda ctx, logits, log_probs, ids, clamp, chunk: 0)
     elif change == "gone":
         del megatron.compute_forward_kl_topk
-    findings = verl.check()
+    diagnostics = verl.check()
     with pytest.raises(ValueError) as raised:
         verl.install()
-    return str(raised.value), findings
+    return str(raised.value), diagnostics
 
 
 @pytest.mark.parametrize(
@@ -218,11 +218,11 @@ def elsewhere(rank: int, world: int, change: str) -> tuple[str, list[Any]]:
     ],
 )
 def test_another_verl_is_left_alone_with_a_reason(change: str, message: str) -> None:
-    ((error, findings),) = run_ranks(1, elsewhere, change)
+    ((error, diagnostics),) = run_ranks(1, elsewhere, change)
     assert message in error
     if change == "another signature":
-        assert [(finding.state, finding.reason) for finding in findings] == [("refused", error)]
-        assert "verl 1dda039b9" in findings[0].remedy
+        assert [(each.state, each.reason) for each in diagnostics] == [("refused", error)]
+        assert "verl 1dda039b9" in diagnostics[0].remedy
 
 
 def kl_not_called(rank: int, world: int) -> None:
@@ -262,6 +262,6 @@ def over_two_ranks(rank: int, world: int, check_ranks: str, mode: str) -> str:
 
 @pytest.mark.parametrize("mode", ["thd", "bshd"])
 def test_ranks_with_different_teachers_say_so(pool: RankPool, mode: str) -> None:
-    told = f"{TOLD}the teacher's log-probs of rank 1 is not that of rank 0{REMEDY}"
-    assert pool.run(2, over_two_ranks, "1", mode) == [told, told]
+    error = f"{DIFFERENT}the teacher's log-probs of rank 1 is not that of rank 0{REMEDY}"
+    assert pool.run(2, over_two_ranks, "1", mode) == [error, error]
     assert pool.run(2, over_two_ranks, "0", mode) == ["nothing", "nothing"]

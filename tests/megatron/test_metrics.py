@@ -1,26 +1,23 @@
-"""What attached heads have spared: counted on the host, by the path each micro-batch took."""
+"""The metrics of attached heads: counted on the host, by the path each micro-batch took."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from functools import partial
+import weakref
 from itertools import product
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor
 
-from compact_logits.engine.slices import plan_chunks
 from compact_logits.cli.cpu_model import build_gpt, cpu_megatron
-from compact_logits.errors import PatchError
-from compact_logits.held_logits import HeldLogits
-from compact_logits.megatron import HeadMetrics, attach, metrics_of
-from compact_logits.engine.linear import blocks_of, score_hidden
-from compact_logits.scorers.log_prob_scorer import LogProbScorer
+from compact_logits.engine import linear
 from compact_logits.engine.vocab_shard import VocabShard
-from tests.support.allocation import AllocationTracker
+from compact_logits.errors import PatchError
+from compact_logits.megatron import HeadMetrics, attach, metrics_of
+from compact_logits.scorers.log_prob_scorer import LogProbScorer
 from tests.support.gpt_paths import VOCAB, Cut, micro_batch
 from tests.support.marked_gpt import call, marked
 from tests.support.ranks import RankPool
@@ -35,23 +32,23 @@ def counted(rank: int, world: int) -> None:
     kept = [micro.selection.kept for micro in micros]
     with cpu_megatron(rank, world, tp=1):
         model = build_gpt(tp=1, vocab=VOCAB, layers=1)
-        with pytest.raises(PatchError, match="this GPTModel has no figures: its head is not attached; call attach"):
+        with pytest.raises(PatchError, match="this GPTModel has no metrics: its head is not attached; call attach"):
             metrics_of(model)
         attach(model)
         for micro in micros:
             call(model, micro, marked(micro, chunk_bytes=1000)[0])
         call(model, micros[0])  # asks nothing
-        figures = metrics_of(model)
-        assert (figures.micro_batches, figures.rows, figures.projected_rows) == (3, 3 * 56, sum(kept))
+        metrics = metrics_of(model)
+        assert (metrics.micro_batches, metrics.rows, metrics.projected_rows) == (3, 3 * 56, sum(kept))
         logits = 4 * 56 * VOCAB
-        assert figures.most_bytes_not_allocated == logits, "of the micro-batch without rows"
-        assert 3 * (logits - 1500) <= figures.bytes_not_allocated < 3 * logits
-        assert str(figures) == (
+        assert metrics.most_bytes_not_allocated == logits, "of the micro-batch without rows"
+        assert metrics.bytes_not_allocated == 3 * logits - 4 * 64 * sum(kept), "one least slice of each"
+        assert str(metrics) == (
             f"projected {sum(kept)} of 168 rows ({sum(kept) / 168:.1%}), up to 0.00 GiB of logits not allocated, "
             f"0 of 3 micro-batches on the full path"
         )
-        step = figures.take()
-        assert step.rows == 168 and figures == HeadMetrics()
+        step = metrics.take()
+        assert step.rows == 168 and metrics == HeadMetrics()
         model.output_layer.gather_output = True
         call(model, micros[0], marked(micros[0])[0])
         model.output_layer.gather_output = False
@@ -73,27 +70,27 @@ def counted(rank: int, world: int) -> None:
         assert step.metrics().keys() < found.keys()
 
 
-def spied(make: Callable[..., HeldLogits], made: list[HeldLogits], *args: Any, **kwargs: Any) -> HeldLogits:
-    made.append(make(*args, **kwargs))
-    return made[-1]
-
-
-@pytest.mark.parametrize(("rows", "chunk_bytes"), [(0, 10**6), (1, 1), (40, 10**6), (40, 9000), (40, 1)])
+@pytest.mark.parametrize(("rows", "chunk_bytes"), [(0, 10**6), (1, 1), (40, 10**6), (40, 9000), (40, 20000), (40, 1)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bytes_held_are_those_that_are_allocated(rows: int, chunk_bytes: int, dtype: torch.dtype) -> None:
-    vocab = 101
-    for keeps, entropy in product((False, True), ("none", "metric")):
-        hidden = torch.randn(rows, 8).to(dtype).requires_grad_(keeps)
+    vocab, live, most = 301, [0], [0]
+    project = linear.project
+
+    def counted_project(*args: Any) -> Tensor:
+        logits = project(*args)
+        size = logits.nbytes
+        live[0] += size
+        most[0] = max(most[0], live[0])
+        weakref.finalize(logits, lambda: live.__setitem__(0, live[0] - size))
+        return logits
+
+    for keep, entropy in product((False, True), ("none", "metric")):
+        live[0] = most[0] = 0
+        hidden = torch.randn(rows, 8).to(dtype).requires_grad_(keep)
         weight = torch.randn(vocab, 8).to(dtype)
-        scorer = LogProbScorer(torch.zeros(rows, dtype=torch.int64), VocabShard(0, vocab), 0.7, entropy)
-        made = []
-        make = partial(spied, HeldLogits.make, made)
-        with AllocationTracker() as tracker, mock.patch.object(HeldLogits, "make", make):
-            score_hidden(hidden, weight, None, scorer, chunk_bytes=chunk_bytes)
-        planned, used = (blocks_of(scorer, dtype, dtype, keeps=kept) for kept in (True, keeps))
-        plan = plan_chunks(rows, vocab, dtype, hidden.device, chunk_bytes, blocks=planned)
-        scratch = [
-            each for each in tracker.records if "new_empty" in each.op and each.shape == (plan.block, plan.width)
-        ]
-        expected = plan.bytes_in_forward(dtype, keeps=keeps, blocks=used)
-        assert made[0].own.nbytes + sum(each.nbytes for each in scratch) == expected
+        targets = torch.zeros(rows, dtype=torch.int64)
+        scorer = LogProbScorer(targets, VocabShard(0, vocab), torch.full((rows,), 1.4), entropy)
+        with mock.patch.object(linear, "project", counted_project):
+            outputs = linear.score_hidden(hidden, weight, None, scorer, chunk_bytes=chunk_bytes)
+        slices = linear.slices_of(scorer, rows, weight, dtype, chunk_bytes)
+        assert slices.held_logits(keep=keep) * dtype.itemsize == most[0], (slices, len(outputs))
