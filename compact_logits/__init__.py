@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from compact_logits.engine.vocab_shard import VocabShard
 from compact_logits.errors import CompactLogitsError
 from compact_logits.rows import RowSelection, scatter, select
 from compact_logits.scorers import TokenStats, TopKKL, linear_log_probs, linear_topk_kl, log_probs, topk_kl
-from compact_logits.engine.vocab_shard import VocabShard
 
 __all__ = [
     "CompactLogitsError",

@@ -44,7 +44,7 @@ class Config:
 
     `mode`: `"off"` installs nothing; `"on"` compacts what is proven and leaves the rest to the full path;
     `"strict"` raises `RefusedError` where `"on"` would leave it to the full path.
-    `chunk_bytes`: bytes of logits the head may hold; None for the device's default, 1 GiB on a GPU and 256 MiB on a CPU.
+    `chunk_bytes`: bytes of logits the head may hold; None for 1 GiB on a GPU and 256 MiB on a CPU.
     `cp_balance`: whether context-parallel ranks even out the rows they project.
     `check_ranks`: whether tensor-parallel ranks compare their requests at every call (True), at none (False), or at the
     first call of a model (None).
@@ -102,7 +102,7 @@ def _switch(environ: Mapping[str, str], name: str, unset: bool | None) -> bool |
 @functools.cache
 def _warn_of_compile() -> None:
     logger.warning(
-        "%s is gone: the Triton kernels, which are the default on CUDA, replace it. It does nothing in this release and "
-        "will be unknown in the next; unset it",
+        "%s is gone, since Triton kernels are the default on CUDA: it does nothing in this release and will be unknown "
+        "in the next; unset it",
         _GONE,
     )

@@ -6,9 +6,10 @@ import operator
 import reprlib
 from numbers import Real
 
+import torch
 from torch import Tensor
 
-__all__ = ["as_float", "as_index", "describe"]
+__all__ = ["as_float", "as_index", "describe", "to_device"]
 
 _LONGEST = 80  # characters of a value in a message
 
@@ -62,3 +63,12 @@ def describe(value: object) -> str:
         return f"{_repr.repr(value)[:_LONGEST]!r} of {kind}"
     except Exception:
         return f"a value of {kind}"
+
+
+def to_device(
+    values: Tensor,  # (...), on the CPU
+    device: torch.device,
+) -> Tensor:  # (...), on `device`
+    """A copy that the host does not wait for: from pinned memory, since one from pageable memory waits for all that the
+    device has still to do."""
+    return (values.pin_memory() if device.type == "cuda" else values).to(device, non_blocking=True)

@@ -75,7 +75,7 @@ def topk_kl(
         "student_mass": (log_p_k.exp() * counted).sum(dim=-1),
         "teacher_mass": q.sum(dim=-1),
         "overlap_count": count,
-        "overlap_token_advantage": -(terms * shared).sum(dim=-1) / count.clamp(min=1),
+        "overlap_token_advantage": -terms.masked_fill(~shared, 0.0).sum(dim=-1) / count.clamp(min=1),
     }
     if tail:
         listed = torch.zeros_like(z).scatter_add(-1, teacher_ids, counted.to(z.dtype)) > 0

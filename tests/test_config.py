@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 
 import pytest
 
-from compact_logits.config import DEFAULT_CHUNK_BYTES, Config, parse_bytes
+from compact_logits.config import Config, parse_bytes
 from compact_logits.errors import ConfigError
 
 
@@ -23,7 +25,7 @@ from compact_logits.errors import ConfigError
 )
 def test_mode(value: str | None, mode: str, enabled: bool) -> None:
     config = Config.from_env({} if value is None else {"COMPACT_LOGITS": value})
-    assert (config.mode, config.enabled, config.chunk_bytes) == (mode, enabled, DEFAULT_CHUNK_BYTES)
+    assert (config.mode, config.enabled, config.chunk_bytes) == (mode, enabled, None)
 
 
 @pytest.mark.parametrize("value", ["true", "on", "yes", "2", "off", "-1", "strict1"])
@@ -54,43 +56,41 @@ def test_anything_else_is_no_byte_count(text: str) -> None:
 
 def test_a_number_longer_than_any_is_shown_in_part() -> None:
     assert parse_bytes(str(2**63 - 1)) == 2**63 - 1
-    for call in (lambda: parse_bytes("9" * 10**4), lambda: Config.from_env({"COMPACT_LOGITS_COMPILE": "9" * 10**4})):
+    for call in (lambda: parse_bytes("9" * 10**4), lambda: Config.from_env({"COMPACT_LOGITS_CP_BALANCE": "9" * 10**4})):
         with pytest.raises(ConfigError, match=r"got '9{80}'\.\.\.$"):
             call()
 
 
-@pytest.mark.parametrize(("value", "asked"), [(None, False), ("0", False), ("1", True), (" 1 ", True)])
-def test_balance_over_context_parallel_ranks(value: str | None, asked: bool) -> None:
-    environ = {} if value is None else {"COMPACT_LOGITS_CP_BALANCE": value}
-    assert Config.from_env(environ).cp_balance is asked
-
-
-@pytest.mark.parametrize(("value", "asked"), [(None, True), ("0", False), ("1", True)])
-def test_check_of_ranks(value: str | None, asked: bool) -> None:
-    environ = {} if value is None else {"COMPACT_LOGITS_CHECK_RANKS": value}
-    assert Config.from_env(environ).check_ranks is asked
-
-
-@pytest.mark.parametrize(("value", "asked"), [(None, False), ("0", False), ("1", True)])
-def test_compilation(value: str | None, asked: bool) -> None:
-    environ = {} if value is None else {"COMPACT_LOGITS_COMPILE": value}
-    assert Config.from_env(environ).compile is asked
-
-
-@pytest.mark.parametrize(("value", "asked"), [(None, False), ("0", False), ("1", True)])
-def test_fp32_logits(value: str | None, asked: bool) -> None:
-    environ = {} if value is None else {"COMPACT_LOGITS_FP32_LOGITS": value}
-    assert Config.from_env(environ).fp32_logits is asked
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["COMPACT_LOGITS_CP_BALANCE", "COMPACT_LOGITS_CHECK_RANKS", "COMPACT_LOGITS_COMPILE", "COMPACT_LOGITS_FP32_LOGITS"],
+each_switch = pytest.mark.parametrize(
+    ("field", "unset"), [("cp_balance", False), ("check_ranks", None), ("fp32_logits", False)]
 )
+
+
+@each_switch
+@pytest.mark.parametrize(("value", "on"), [(None, None), ("0", False), ("1", True), (" 1 ", True)])
+def test_switches(field: str, unset: bool | None, value: str | None, on: bool | None) -> None:
+    environ = {} if value is None else {f"COMPACT_LOGITS_{field.upper()}": value}
+    assert getattr(Config.from_env(environ), field) is (unset if value is None else on)
+
+
+@each_switch
 @pytest.mark.parametrize("value", ["", "yes", "2", "true"])
-def test_a_switch_is_0_or_1(value: str, name: str) -> None:
+def test_a_switch_is_0_or_1(value: str, field: str, unset: bool | None) -> None:
+    name = f"COMPACT_LOGITS_{field.upper()}"
     with pytest.raises(ConfigError, match=f"^{name} must be unset, 0 or 1, got '{value}'$"):
         Config.from_env({name: value})
+
+
+@pytest.mark.parametrize("value", ["1", "0", "", "anything"])
+def test_a_setting_that_is_gone_warns_once_and_does_nothing(value: str) -> None:
+    code = f"""
+from compact_logits.config import Config
+environ = {{"COMPACT_LOGITS_COMPILE": {value!r}, "COMPACT_LOGITS": "1"}}
+assert Config.from_env(environ) == Config.from_env(environ) == Config(mode="on")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "COMPACT_LOGITS_COMPILE is gone" in done.stderr and done.stderr.count("\n") == 1
 
 
 def test_a_mistyped_name_is_an_error_and_other_names_are_none() -> None:
@@ -98,7 +98,7 @@ def test_a_mistyped_name_is_an_error_and_other_names_are_none() -> None:
         ConfigError,
         match="unknown environment variable COMPACT_LOGITS_CHUNKBYTES; "
         "the known ones are COMPACT_LOGITS, COMPACT_LOGITS_CHECK_RANKS, COMPACT_LOGITS_CHUNK_BYTES, "
-        "COMPACT_LOGITS_COMPILE, COMPACT_LOGITS_CP_BALANCE, COMPACT_LOGITS_FP32_LOGITS",
+        "COMPACT_LOGITS_CP_BALANCE, COMPACT_LOGITS_FP32_LOGITS",
     ):
         Config.from_env({"COMPACT_LOGITS": "1", "COMPACT_LOGITS_CHUNKBYTES": "1"})
     assert Config.from_env({"HOME": "/", "MY_COMPACT_LOGITS": "x"}) == Config()

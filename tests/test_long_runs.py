@@ -20,10 +20,9 @@ from torch import Tensor
 from compact_logits import VocabShard, linear_log_probs, log_probs
 from compact_logits.cli.cpu_model import build_gpt, cpu_megatron
 from compact_logits.integrations import megatron_rl, slime, torchforge
-from compact_logits.rows import packed
 from compact_logits.megatron import Request, attach, detach, mark
 from compact_logits.megatron.output_layer import armed
-from compact_logits.rows import RowSelection
+from compact_logits.rows import RowSelection, packed
 from tests.support.gpt_paths import VOCAB, Cut, micro_batch
 from tests.support.marked_gpt import call, objective
 from tests.support.megatron_rl_stand_in import stand_in

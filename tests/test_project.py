@@ -163,8 +163,9 @@ def test_every_setting_is_in_the_readme() -> None:
 def test_ci_runs_the_commands_that_developers_run() -> None:
     text = (ROOT / ".ci/run").read_text()
     assert re.search(r"^tools/check\b", text, flags=re.MULTILINE)
-    assert re.search(r"^tools/test$", text, flags=re.MULTILINE)
-    assert re.search(r"^ *PYTHON=python3.12 tools/test\b", text, flags=re.MULTILINE)
+    assert re.search(r"^tools/package$", text, flags=re.MULTILINE)
+    assert re.search(r"^tools/test --all$", text, flags=re.MULTILINE)
+    assert re.search(r"^ *PYTHON=python3.12 tools/test --all\b", text, flags=re.MULTILINE)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ FLAGS = [
     ("topk_kl", "inplace_backward"),
     *[(name, flag) for name in FORGE for flag in ("align", "compile")],
     *[(name, "check_ranks") for name in ("log_probs", "linear_log_probs", "topk_kl", "linear_topk_kl", *FORGE)],
-    *[("request", flag) for flag in ("compile", "strict", "check_ranks")],
+    *[("request", flag) for flag in ("strict", "check_ranks")],
     *[("size", flag) for flag in ("sequence_parallel", "frozen", "fused")],
     *[("policy", flag) for flag in ("sequence_parallel", "fused")],
     ("verl", "use_chunked_topk"),
@@ -40,6 +40,8 @@ NO_FLAGS = [
 @pytest.mark.parametrize(("name", "flag"), FLAGS)
 def test_a_switch_is_true_or_false(name: str, flag: str) -> None:
     for value, text in NO_FLAGS:
+        if value is None and flag == "check_ranks":  # for a group's first call
+            continue
         said = message(lambda value=value: CALLS[name](**{flag: value}))
         assert said.startswith(f"{flag} must be True or False, got {text}")
         assert said.endswith("; pass one of the two")

@@ -125,9 +125,11 @@ def find_seam() -> Seam:
 
 
 def find_kernels() -> Diagnostic:
-    """Which kernels run on this machine's GPU, and why. Compiles the Triton kernels where there is one; never on a CPU."""
+    """Which kernels run here, and why. Compiles the Triton kernels where there is a GPU, and nothing elsewhere."""
     name = "Triton kernels"
-    if not torch.cuda.is_available():
+    with quiet():
+        on_gpu = torch.cuda.is_available()
+    if not on_gpu:
         return Diagnostic(
             name, "off", "Triton kernels run on CUDA only, and torch finds no GPU here: torch kernels run"
         )

@@ -15,10 +15,10 @@ __all__ = ["LargestLogits"]
 
 class LargestLogits(TorchDispatchMode):
     """While active, remembers the largest new tensor whose last axis is `vocab_local` wide, and the most memory of
-    slices of logits: all products of parts of the head's weight that are alive at one time.
+    slices of logits: all products with parts of the head's transposed weight that are alive at one time.
 
     Views make nothing new, and a tensor counts by the bytes that it occupies. The gradients, `(vocab_local, hidden)`
-    and `(rows, hidden)`, have another last axis, provided that `hidden` differs from these numbers.
+    and `(rows, hidden)`, have another last axis, provided that `hidden` is not `vocab_local`.
     """
 
     def __init__(
@@ -32,14 +32,15 @@ class LargestLogits(TorchDispatchMode):
         self.dtype = ""
         self._vocab_local = vocab_local
         self._weight = None if weight is None else _storage(weight)
-        self._hidden = 0 if weight is None else weight.shape[1]
         self._slices: dict[int, int] = {}  # bytes of the living ones, by storage
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        known = {_storage(tensor) for tensor in _tensors((args, kwargs))}
+        given = list(_tensors((args, kwargs)))
+        known = {_storage(tensor) for tensor in given}
+        projects = any(_storage(each) == self._weight and each.dim() == 2 and each.stride(1) > 1 for each in given)
         result = func(*args, **kwargs)
         for tensor in _tensors(result):
             if not tensor.numel() or not tensor.dim():
@@ -47,7 +48,7 @@ class LargestLogits(TorchDispatchMode):
             if tensor.shape[-1] == self._vocab_local and _storage(tensor) not in known:
                 nbytes = min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
                 self._remember(tensor, nbytes, tensor.shape[-1])
-            elif self._weight in known and _storage(tensor) != self._weight and tensor.shape[-1] != self._hidden:
+            elif projects and _storage(tensor) != self._weight:
                 self._add_slice(tensor)
                 nbytes = sum(self._slices.values())
                 self._remember(tensor, nbytes, nbytes * tensor.shape[-1] // (tensor.numel() * tensor.element_size()))

@@ -81,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     score = parser.add_argument_group("what is computed")
     score.add_argument("--entropy", default="metric", choices=("none", "metric", "loss"), help="(default: %(default)s)")
     score.add_argument("--temperature", type=float, default=1.0, metavar="X", help="of the sampler")
-    score.add_argument("--nucleus-ids", type=int, default=0, metavar="N", help="ids a row of a replayed top-p nucleus")
+    score.add_argument("--nucleus-ids", type=int, default=0, metavar="N", help="ids a row of a replayed top-p set")
     score.add_argument("--top-k", type=int, default=0, metavar="K", help="ids a row of a teacher: its KL, no log-probs")
     score.add_argument("--chunk-bytes", default=None, metavar="SIZE", help="of logits, on the compact path (1GiB)")
     card = parser.add_argument_group("card")

@@ -107,13 +107,11 @@ class PlanReport:
     def _print_logits(self, head: HeadSize) -> None:
         slices, source = _slices(head), "--chunk-bytes" if head.chunk_bytes else "the default on a GPU"
         print(
-            f"of these, logits on the compact path: {gib(_logits_bytes(head))} in {len(slices):,} slices of the "
-            f"vocabulary, {slices.kept:,} of which wait for backward; budget {gib(_budget(head))} ({source}; "
-            f"COMPACT_LOGITS_CHUNK_BYTES sets it)"
+            f"logits of the compact path: {gib(_logits_bytes(head))} at a time, in {len(slices):,} slices of the "
+            f"vocabulary, {slices.kept:,} of them kept for backward"
         )
-        print(
-            "a forward that awaits its backward holds what is kept for it; so does each of several micro-batches in flight"
-        )
+        print(f"their budget: {gib(_budget(head))} ({source}; COMPACT_LOGITS_CHUNK_BYTES sets it for the frameworks)")
+        print("what is kept for backward is held until then: under pipeline parallelism by every micro-batch in flight")
 
     def _print_traffic(self, traffic: Traffic) -> None:
         rows = []

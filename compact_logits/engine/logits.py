@@ -74,18 +74,21 @@ class _ScoreLogits(torch.autograd.Function):
         logits, *rest = ctx.saved_tensors
         scorer, window = ctx.scorer, ctx.window
         grad, counted = scorer.logits_grad(tuple(rest[len(scorer.inputs) :]), grads), scorer.shard.size
-        d_logits = logits.detach()
-        if not ctx.overwrite:
+        copied = isinstance(window, Tensor)  # then blocks are copies, and come back row by row
+        if ctx.overwrite:
+            d_logits = logits.detach()
+        elif copied:
             d_logits = torch.zeros_like(logits, memory_format=torch.contiguous_format)
-        blocks = _blocks(logits, window, ctx.chunk_bytes), _blocks(d_logits, window, ctx.chunk_bytes)
-        for (given, rows), (block, _) in zip(*blocks, strict=True):
-            if not ctx.overwrite:
-                block.copy_(given)
+        else:
+            d_logits = logits.detach().clone(memory_format=torch.contiguous_format)
+            first, last, _ = window.indices(logits.shape[-2])
+            d_logits[..., :first, :] = d_logits[..., last:, :] = 0.0
+        for block, rows in _blocks(logits if copied else d_logits, window, ctx.chunk_bytes):
             grad.of_rows(rows).write_(block[:, :counted], scorer.shard.start)
             block[:, counted:] = 0.0
-            if isinstance(window, Tensor):
+            if copied:
                 d_logits.index_copy_(0, window[rows], block)
-        if ctx.overwrite and isinstance(window, Tensor):
+        if ctx.overwrite and copied:
             dropped = torch.ones(logits.shape[0], dtype=torch.bool, device=logits.device)
             d_logits.masked_fill_(dropped.index_fill_(0, window, False)[:, None], 0.0)
         return d_logits, None, None, None, None

@@ -1,4 +1,4 @@
-"""Attach the seam to one model, or take it off again."""
+"""Give one model a compact head, or take it away again."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ def gpt_model_of(model: Any) -> GPTModel:
 
 
 def attached(model: Any) -> bool:
-    """Whether `attach` has put the seam on this very model."""
+    """Whether `attach` has wrapped this very model."""
     return hasattr(vars(gpt_model_of(model)).get("_postprocess"), MARKER)
 
 
 def attach(model: Any) -> None:
-    """Let the head of this model, and of no other, answer requests that its loss mask carries (`mark`).
+    """Let the head of this model, and of no other, serve the requests that its loss mask carries (`mark`).
 
     A forward whose loss mask is marked then returns one fp32 `(batch, rows, 2)` tensor, log-prob and entropy of every
     row of this context-parallel rank, the same on every tensor-parallel rank (a third scalar, `sum_p2`, if asked for);
     every other forward is as before.
-    Attaching twice is attaching once, and an integration that put the seam on the class has done it for all. Raises
+    Attaching twice is attaching once, and an integration that wrapped the class has done it for all. Raises
     `PatchError` for a model that is no GPTModel, for a version of Megatron whose signatures are not the proven ones,
     and where somebody else has replaced the model's `_postprocess`.
     """
@@ -56,10 +56,10 @@ def attach(model: Any) -> None:
         raise PatchError(
             f"the _postprocess of this {type(inner).__name__} is replaced already, by {name}; undo that first"
         )
-    seam = postprocess_wrapper(type(inner)._postprocess)
-    setattr(seam, MARKER, True)
+    wrapper = postprocess_wrapper(type(inner)._postprocess)
+    setattr(wrapper, MARKER, True)
     # The instance's own attribute, so that a critic of the same class stays untouched.
-    object.__setattr__(inner, "_postprocess", MethodType(seam, inner))
+    object.__setattr__(inner, "_postprocess", MethodType(wrapper, inner))
 
 
 def detach(model: Any) -> None:
@@ -69,9 +69,9 @@ def detach(model: Any) -> None:
 
 
 def metrics_of(model: Any) -> HeadMetrics:
-    """The metrics of this model's head; of all models of the class where an integration put the seam on the class.
+    """The metrics of this model's head; of all models of the class where an integration wrapped the class.
 
-    `metrics_of(model).take()` after each step gives the step's own. Raises `PatchError` where the seam is not in place.
+    `metrics_of(model).take()` after each step gives the step's own. Raises `PatchError` for a model that is not.
     """
     inner = gpt_model_of(model)
     counted = getattr(inner._postprocess, "metrics", None)

@@ -24,7 +24,7 @@ __all__ = ["ContextShare", "ProjectedRows", "project_rows"]
 class ContextShare:
     """The row selections of all context-parallel ranks, for each to project an equal share of their rows.
 
-    Every rank of `group` must be given the same, and must answer the same micro-batches in the same order. Where the
+    Every rank of `group` must be given the same, and must run the same micro-batches in the same order. Where the
     busiest rank would lose less than a tenth of its rows, nothing is exchanged.
     """
 

@@ -1,4 +1,4 @@
-"""What the heads have spared: counts that the host knows anyway, gathered a micro-batch at a time."""
+"""Metrics of compact heads: counters that the host keeps, a micro-batch at a time."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ __all__ = ["HeadMetrics"]
 
 @dataclass
 class HeadMetrics:
-    """Sums over the micro-batches that asked a head, on this rank alone. No collective, no device synchronisation.
+    """Sums over the micro-batches that had a request, on this rank alone. No collective, no device synchronisation.
 
-    `rows` are those of the micro-batches, `projected_rows` those that went through the head: the kept ones where it
-    answered, or the rank's share of them where context-parallel ranks share, and all where the full path ran.
-    `bytes_not_allocated` is `4 * rows * vocab_local`, the fp32 logits that the full path hands to the loss, less the
-    logits that the compact forward held, 0 on the full path; the sum over micro-batches, and the most of any one.
+    `rows` are those of the micro-batches, `projected_rows` those that went through the head: on the compact path the
+    kept ones, or the rank's share of them where context-parallel ranks even theirs out; on the full path all.
+    `bytes_not_allocated` is `4 * rows * vocab_local`, the fp32 logits that the full path passes to the loss, less the
+    logits that the compact forward allocated, 0 on the full path; the sum over micro-batches, and the most of any one.
     `full_path` counts micro-batches by reason, numbers written as `#`.
     """
 
@@ -30,7 +30,7 @@ class HeadMetrics:
     full_path: Counter[str] = field(default_factory=Counter)
 
     def record(self, request: Request) -> None:
-        """Count a micro-batch whose outcome is settled."""
+        """Count a micro-batch whose outcome is known."""
         outcome = request.outcome
         assert outcome is not None
         self.micro_batches += 1

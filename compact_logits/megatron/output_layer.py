@@ -36,13 +36,13 @@ def compact_output_layer(
     ordinary_calls: int = 0,
     logit_scale: float = 1.0,
 ) -> Iterator[None]:
-    """Within the context, a call of `head` answers `request`: it returns `((sequence, batch, 2) fp32, None)`, log-prob
-    and entropy of every row, zeros for rows that are not kept. If asked for, `sum_p2` is a third scalar.
+    """Context manager: a call of `head` returns `((sequence, batch, 2) fp32, None)`, log-prob and entropy of every row,
+    zeros for rows that are not kept; with `request.sum_p2` a third scalar.
 
-    Only `head.forward` is overridden, on the instance, so that a call still enters through the module and its
-    pre-hooks run (DDP waits there for the weight's all-gather). One call is answered: the first `ordinary_calls` and
-    all after the answer are the head's own, and so are those of other threads, whose requests are refused meanwhile.
-    On leaving, also by an exception, the head is as it was.
+    Only `head.forward` is overridden, on the instance, so that a call still enters through the module and its pre-hooks
+    run (DDP waits there for the weight's all-gather). It holds for one call: the first `ordinary_calls` and all later
+    ones are the head's own, and so are those of other threads, whose requests are refused meanwhile. On exit, also by
+    an exception, the head is as it was.
     """
     ordinary: Callable[..., Any] = head.forward
     thread, calls = threading.get_ident(), 0
@@ -65,8 +65,8 @@ def compact_output_layer(
         if reason is not None:
             request.outcome = Outcome("full", reason)
             return ordinary(input_, weight, *args, **kwargs)
-        answer, request.outcome = _answer(head, input_, used, request, logit_scale)
-        return answer, None
+        scalars, request.outcome = _scalars(head, input_, used, request, logit_scale)
+        return scalars, None
 
     head.forward = forward
     try:
@@ -75,7 +75,7 @@ def compact_output_layer(
         vars(head).pop("forward", None)
 
 
-def _answer(
+def _scalars(
     head: Any,
     hidden: Tensor,  # (sequence / tensor-parallel size, batch, hidden)
     weight: Tensor,  # (vocab_local, hidden)
@@ -110,10 +110,10 @@ def _answer(
     stats = base.named(outputs)
     entropy = torch.zeros_like(stats.log_probs) if stats.entropy is None else stats.entropy
     columns = [stats.log_probs, entropy] + ([] if stats.sum_p2 is None else [stats.sum_p2])
-    scalars = projected.give_back(torch.stack(columns, dim=-1))
-    scattered = scatter(scalars, request.selection.indices, request.selection.num_rows)
-    answer = rearrange(scattered, "(sequence batch) scalar -> sequence batch scalar", batch=request.batch)
-    return answer, _outcome(hidden, weight, request, scorer, projected)
+    of_kept = projected.give_back(torch.stack(columns, dim=-1))
+    of_rows = scatter(of_kept, request.selection.indices, request.selection.num_rows)
+    scalars = rearrange(of_rows, "(sequence batch) scalar -> sequence batch scalar", batch=request.batch)
+    return scalars, _outcome(hidden, weight, request, scorer, projected)
 
 
 def _weight_grad(head: Any, weight: Tensor) -> Callable[[Tensor], WeightGrad]:

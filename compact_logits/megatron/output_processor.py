@@ -1,4 +1,4 @@
-"""What Megatron's official output-processor contract is given: the output layer answers a request."""
+"""The output processor for Megatron's official contract: it calls the output layer with a request."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def output_processor(
     model, request = context
     scale = model.config.mup_output_mult if getattr(model.config, "use_mup", False) else 1.0
     with compact_output_layer(output_layer, request, logit_scale=scale):
-        answer, _bias = output_layer(hidden_states, weight=output_weight, runtime_gather_output=runtime_gather_output)
+        output, _bias = output_layer(hidden_states, weight=output_weight, runtime_gather_output=runtime_gather_output)
     if not request.compact:
-        answer = scale_logits(answer)
-    return rearrange(answer, "row batch scalar -> batch row scalar").contiguous()
+        output = scale_logits(output)
+    return rearrange(output, "row batch scalar -> batch row scalar").contiguous()

@@ -97,7 +97,7 @@ def postprocess_wrapper(original: Callable[..., Any], metrics: HeadMetrics | Non
             if self.config.mtp_num_layers:
                 warn_once("multi-token prediction still builds logits of every row for its own heads")
             # The layer's result may come back as a view; pipeline schedules free outputs that own their storage.
-            return request.give(result if result._base is None else result.clone())
+            return request.set_output(result if result._base is None else result.clone())
         reason = request.reason
         if request.strict:
             raise RefusedError(f"COMPACT_LOGITS=strict: {reason}; set COMPACT_LOGITS=1 to let the full path run")

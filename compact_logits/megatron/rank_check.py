@@ -64,7 +64,7 @@ def check_request(request: Request, group: ProcessGroup | None) -> int | None:
         "the number of rows": selection.num_rows,
         "the number of kept rows": selection.kept,
         "whether gradients are on": int(torch.is_grad_enabled()),
-        "the entropy, batch size, logits' dtype or vocabulary size asked for": fingerprint(*settings),
+        "the entropy, batch size, logits' dtype or vocabulary size": fingerprint(*settings),
         "the place of the kept rows": torch.stack([digest(each.host_indices) for each in selections]).sum(),
         "the target ids": digest(selection.targets),
         "the temperature": digest(torch.as_tensor(request.temperature, dtype=torch.float64)),
@@ -82,7 +82,7 @@ def host_mask(
     *,
     recorded: Sequence[Any] = (),  # the recorded top-p sets: lists or tensors of integers
 ) -> tuple[Tensor, int | None]:  # keep on the CPU; the largest id of a kept row, None where nothing was compared
-    """Copy the mask of the kept rows to the host, and compare on the way what the ranks of `group` were asked.
+    """Copy the mask of the kept rows to the host, and compare on the way what the ranks of `group` were given.
 
     One wait for the device, for both. Errors and collectives as `check_request`, of 64 bytes a rank.
     """

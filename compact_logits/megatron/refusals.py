@@ -112,8 +112,8 @@ def refuse_call(
     if arguments.get("output_processor") is not None:
         return "the call has an output processor of its own"
     mode = getattr(inference, "InferenceMode", None)  # 0.18 and newer
-    asked = ("inference_context", "inference_params")
-    if any(arguments.get(name) is not None for name in asked) or (mode is not None and mode.is_active()):
+    contexts = ("inference_context", "inference_params")
+    if any(arguments.get(name) is not None for name in contexts) or (mode is not None and mode.is_active()):
         return "the model runs inference"
     if arguments.get("runtime_gather_output"):
         return "the caller asked for logits gathered over the vocabulary"
@@ -129,7 +129,7 @@ def refuse_call(
         return "the whole iteration is captured in a CUDA graph, and the number of kept rows changes"
     scale = config.mup_output_mult if getattr(config, "use_mup", False) else 1.0
     if scale != 1.0 and not native:
-        return "MuP scales the logits after the output layer, where this version has no seam"
+        return "MuP scales the logits after the output layer, where this version has no output processor"
     if not scale > 0:
         return f"MuP multiplies the logits by {scale}, proven are positive scales"
     if config.mtp_num_layers and not native and "mtp_kwargs" not in arguments:
@@ -138,7 +138,7 @@ def refuse_call(
 
 
 def _fp8_autocast() -> bool:
-    """Asked of Transformer Engine only where something else has imported it, in the module where it has the answer."""
+    """Whether Transformer Engine is in its fp8 context. Imports nothing: where it is not loaded, it is not."""
     for name in ("transformer_engine.pytorch.fp8", "transformer_engine.pytorch.quantization"):
         manager = getattr(sys.modules.get(name), "FP8GlobalStateManager", None)
         if manager is not None and manager.is_fp8_enabled():
@@ -161,7 +161,7 @@ def refuse_rows(
 ) -> str | None:
     """Why these hidden states are not the rows the request was built for, or `None`."""
     if hidden.dim() != 3 or hidden.shape[1] != request.batch:
-        return f"the hidden states are {tuple(hidden.shape)}, asked was (rows, {request.batch}, hidden)"
+        return f"the hidden states are {tuple(hidden.shape)}, and the request is for (rows, {request.batch}, hidden)"
     rows = hidden.shape[0] * hidden.shape[1] * shards
     if rows != request.selection.num_rows:
         return f"the model has {rows} rows and the loss mask was marked for {request.selection.num_rows}"

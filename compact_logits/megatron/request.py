@@ -1,4 +1,4 @@
-"""What a micro-batch asks of the head, and how the question travels to it: as an attribute of its loss mask."""
+"""The request of a micro-batch: what the head computes of which rows. It travels as an attribute of the loss mask."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Outcome:
 
 @dataclass(eq=False)
 class Request:
-    """One micro-batch's question. `outcome` is written by the seam when the model has run, and read by the consumer;
-    it stays `None` where the seam was never reached, and then the model's output is ordinary logits.
+    """What the head is to compute of one micro-batch. `outcome` is written when the model has run, and read by the
+    consumer; it is `None` where the head never saw the request, and then the model's output is ordinary logits.
 
     With `batch` sequences side by side, the rows of the selection are those of `(sequence batch)`: all sequences' first
     row, then all sequences' second row. So are a shard's rows under sequence parallelism, as Megatron cuts them.
@@ -58,7 +58,7 @@ class Request:
     check_ranks: bool | None = None  # False: tensor-parallel ranks do not compare their requests
     outcome: Outcome | None = None
     largest_id: int | None = None  # of the targets, where the ranks have compared them
-    _answer: StorageWeakRef | None = field(default=None, init=False, repr=False)
+    _output: StorageWeakRef | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         check_entropy(self.entropy)
@@ -93,21 +93,21 @@ class Request:
 
     @property
     def reason(self) -> str:
-        """Why the full path ran; empty where it did not, or the seam was never reached."""
+        """Why the full path ran; empty where it did not, or where the head never saw the request."""
         return "" if self.outcome is None else self.outcome.reason
 
-    def give(self, answer: Tensor) -> Tensor:
-        """Take note of what the model's head returns for this request, and return it."""
-        self._answer = StorageWeakRef(answer.untyped_storage())
-        return answer
+    def set_output(self, output: Tensor) -> Tensor:
+        """Remember what the model's head returns for this request, and return it."""
+        self._output = StorageWeakRef(output.untyped_storage())
+        return output
 
     def answered_by(self, output: Tensor) -> bool:
         """Whether `output` is what the head returned, by its memory: also where it was detached since, as a schedule
         plan does it; not where somebody has made another tensor of it, and not the logits of another model that was
         called with the same loss mask.
         """
-        answer = self._answer
-        return self.compact and answer is not None and answer.cdata == StorageWeakRef(output.untyped_storage()).cdata
+        made = self._output
+        return self.compact and made is not None and made.cdata == StorageWeakRef(output.untyped_storage()).cdata
 
 
 def mark(

@@ -20,13 +20,13 @@ def full_head(
     temperature: float,
     entropy_gradient: bool,
     with_entropy: bool = True,
-    keep: Tensor | None = None,  # (rows, vocab_local) bool, the nucleus
+    keep: Tensor | None = None,  # (rows, vocab_local) bool, the top-p mask
 ) -> tuple[Tensor, Tensor]:  # log_probs (rows,), entropy (rows,)
     """Log-prob and entropy from the logits of every row, holding what RL trainers on Megatron hold.
 
     Logits in the model's dtype, an fp32 copy, a copy divided by the temperature where that is not 1, and a softmax kept
-    for backward; the logits are kept too where the entropy has a gradient. With a nucleus, log-probs have a softmax of
-    their own, over a masked copy. So do slime's log-prob function and Megatron's `Float16Module` (read at slime
+    for backward; the logits are kept too where the entropy has a gradient. With a top-p mask, log-probs have their own
+    softmax, over a masked copy. So do slime's log-prob function and Megatron's `Float16Module` (read at slime
     624b824a8). The vocabulary of one rank; collectives: none, their `(rows,)` results being small against
     `(rows, vocab_local)`.
     """
@@ -71,11 +71,11 @@ class _SoftmaxKept(torch.autograd.Function):
         if with_entropy:
             mean = torch.bmm(softmax[:, None, :], logits[:, :, None]).view(-1, 1)
             entropy = (maximum + total.log() - mean).squeeze(1)
-        of_nucleus = softmax
+        of_mask = softmax
         if keep is not None:
-            of_nucleus, chosen, _, total = _softmax(logits.masked_fill(~keep, -torch.inf), targets, reuse=True)
+            of_mask, chosen, _, total = _softmax(logits.masked_fill(~keep, -torch.inf), targets, reuse=True)
         log_prob = chosen - total.log().squeeze(1)
-        ctx.save_for_backward(of_nucleus, targets, *([softmax, logits, mean] if entropy_gradient else []))
+        ctx.save_for_backward(of_mask, targets, *([softmax, logits, mean] if entropy_gradient else []))
         if not entropy_gradient:
             ctx.mark_non_differentiable(entropy)
         return log_prob, entropy

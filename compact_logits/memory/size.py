@@ -51,7 +51,7 @@ class HeadSize:
                 f"{self.top_k} with vocab {self.vocab} and tp {self.tp}"
             )
         if self.nucleus_ids and self.top_k:
-            raise InputError("a head replays a nucleus or scores a teacher's top-k, got both; set one of them to 0")
+            raise InputError("a head replays a top-p set or scores a teacher's top-k, got both; set one of them to 0")
         if self.most_on_shard is not None and not self._even <= self.most_on_shard <= self.rows // self.tp:
             raise InputError(
                 f"of {self.kept} kept rows on {self.tp} shards of {self.rows // self.tp}, the fullest has from "

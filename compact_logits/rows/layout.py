@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from compact_logits.errors import LayoutError
+from compact_logits.host_values import to_device
 from compact_logits.rows.checks import check_per_sample
 
 __all__ = ["Layout", "ResponseSpan", "Run"]
@@ -105,8 +106,7 @@ class Layout:
         """The token that each row predicts, 0 where it predicts none. Device synchronisation: none."""
         if not tokens.shape[0]:
             return tokens.new_zeros(self.num_rows)
-        source = self.label_source.pin_memory() if tokens.is_cuda else self.label_source
-        source = source.to(tokens.device, non_blocking=True)
+        source = to_device(self.label_source, tokens.device)
         return torch.where(source >= 0, tokens[source.clamp(min=0)], 0)
 
     @cached_property

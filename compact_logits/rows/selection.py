@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from compact_logits.errors import InputError
-from compact_logits.host_values import as_index, describe
+from compact_logits.host_values import as_index, describe, to_device
 
 __all__ = ["RowSelection", "scatter", "select"]
 
@@ -67,10 +67,7 @@ class RowSelection:
                 f"row {row} is kept but its label is token {int(label_source[row])} of only {tokens.shape[0]}; "
                 f"pass the tokens of all the micro-batch's sequences"
             )
-        both = torch.stack([host_indices, sources])
-        if tokens.is_cuda:
-            both = both.pin_memory()  # so that the copy does not make the host wait
-        indices, sources = both.to(tokens.device, non_blocking=True)
+        indices, sources = to_device(torch.stack([host_indices, sources]), tokens.device)
         targets = tokens[sources].to(torch.int64)
         return cls(indices=indices, targets=targets, num_rows=keep.shape[0], host_indices=host_indices)
 
@@ -117,7 +114,7 @@ class RowSelection:
                 f"are read: RowSelection.of_masks"
             )
         chosen = places if values.shape[0] == self.kept else wanted
-        return values.index_select(0, chosen.to(values.device, non_blocking=True))
+        return values.index_select(0, to_device(chosen, values.device))
 
     @property
     def kept(self) -> int:

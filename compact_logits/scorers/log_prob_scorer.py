@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from compact_logits.engine.kernels import combine_stats, new_stats, row_stats_
+from compact_logits.engine.kernels import LEAST_EXPONENT, combine_stats, new_stats, row_stats_
 from compact_logits.engine.scorer import SoftmaxGrad, read_at_
 from compact_logits.engine.vocab_shard import VocabShard, gather_stats
 from compact_logits.errors import InputError
@@ -128,7 +128,8 @@ class LogProbScorer:
             slope = slope / total
         scale = scale / total
         z = target - maximum
-        at_target = z.exp() * (scale if slope is None else scale + slope * z) + d_target
+        factor = scale if slope is None else scale + slope * z.clamp(min=LEAST_EXPONENT)
+        at_target = z.exp() * factor + d_target
         dtype = self.inverse_temperature.dtype
         return SoftmaxGrad(
             inverse_temperature=self.inverse_temperature,

@@ -12,6 +12,7 @@ from compact_logits.engine.kernels import LEAST_EXPONENT, combine_stats, new_sta
 from compact_logits.engine.scorer import SoftmaxGrad
 from compact_logits.engine.vocab_shard import VocabShard, gather_stats
 from compact_logits.errors import InputError
+from compact_logits.host_values import to_device
 from compact_logits.scorers.log_prob_scorer import LogProbScorer
 
 __all__ = ["TopPMask", "TopPScorer"]
@@ -167,8 +168,8 @@ class _Entries:
     def build(cls, mask: TopPMask, base: LogProbScorer) -> _Entries:
         owned = (mask.ids >= base.shard.start) & (mask.ids < base.shard.stop)
         host_ids, order = mask.ids[owned].sort()
-        pair = torch.stack([mask.row_of[owned][order], host_ids]).to(base.targets.device, non_blocking=True)
-        recorded = mask.recorded.to(base.targets.device, non_blocking=True)
+        pair = to_device(torch.stack([mask.row_of[owned][order], host_ids]), base.targets.device)
+        recorded = to_device(mask.recorded, base.targets.device)
         return cls(pair[0], pair[1], pair[1] == base.targets[pair[0]], recorded, host_ids)
 
     def run(self, first: int, columns: int) -> slice:

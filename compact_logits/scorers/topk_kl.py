@@ -78,8 +78,8 @@ def topk_kl(
     `check_ranks`: as in `linear_log_probs`; compared are also the loss mask, and the teacher of the rows it counts.
 
     Collectives over `shard.group`: forward one all-gather of 112 bytes a rank where ranks are compared, and two, of
-    `k + 2` (`tail`: `k + 3`) and of 6 numbers a row, however many slices; backward none. Raises `InputError` before all
-    but the first.
+    `k + 2` (`tail`: `k + 3`) and of 5 fp64 a row (6 with a clamp), however many slices; backward none. Raises
+    `InputError` before all but the first.
     """
     with RankCheck("topk_kl", shard, check_ranks, logits, teacher_log_probs, teacher_ids) as check:
         teacher = {"teacher_log_probs": teacher_log_probs, "teacher_ids": teacher_ids}
@@ -167,6 +167,8 @@ def _checked_scorer(
     dtype = accumulation_dtype(student.dtype)
     log_probs = teacher_log_probs.to(dtype)
     if clamp is not None:
+        # The same number for teacher and student, or entries below it on both sides would leave a loss.
+        clamp = torch.tensor(clamp, dtype=dtype, device="cpu").item()
         log_probs = log_probs.clamp(min=clamp)
     ids = rearrange(teacher_ids, "... k -> (...) k")
     per_row = temperature.flatten() if isinstance(temperature, Tensor) else float(temperature)

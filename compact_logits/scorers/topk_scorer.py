@@ -11,7 +11,7 @@ from torch import Tensor
 from compact_logits.engine.kernels import combine_stats, new_stats, row_stats_, write_at_
 from compact_logits.engine.scorer import SoftmaxGrad, read_at_
 from compact_logits.engine.vocab_shard import VocabShard, gather_stats
-from compact_logits.scorers.topk_stats import add_top_, chosen_of_all, first_of_each_id, place_in, summed_by_id
+from compact_logits.scorers.topk_stats import add_top_, in_top, repeats, summed_by_id
 
 __all__ = ["TopKScorer"]
 
@@ -31,8 +31,8 @@ class TopKScorer:
     Outputs: loss, student mass, teacher mass, overlap count, overlap-token advantage; tail-aware also the head's and
     the tail's part of the loss, the student's and the teacher's tail mass. The loss alone is differentiable.
 
-    Collectives of `merge`: two all-gathers where the vocabulary is sharded, of `k + 2` (tail-aware `k + 3`) and of 6
-    numbers a row, since only the rank that has an id knows its log-prob.
+    Collectives of `merge`: two all-gathers where the vocabulary is sharded, of `k + 2` (tail-aware `k + 3`) and of 5
+    fp64 a row (6 with a clamp), since only the rank that has an id knows its log-prob.
     """
 
     teacher_log_probs: Tensor  # (rows, k), fp32 or wider, clamped
@@ -55,16 +55,16 @@ class TopKScorer:
         return (self.teacher_log_probs, self.teacher_ids, self.inverse_temperature)
 
     @cached_property
-    def _listed(self) -> Tensor:  # (rows, k) bool
-        """The entries that count, which in the truncated form are all."""
+    def _unlisted(self) -> Tensor | None:  # (rows, k) bool
+        """The entries that do not count; None in the truncated form, where all do."""
         if self.tail_mass_eps is None:
-            return torch.ones_like(self.teacher_ids, dtype=torch.bool)
-        given = self.teacher_log_probs != -torch.inf
-        return first_of_each_id(torch.where(given, self.teacher_ids, -1)) & given
+            return None
+        missing = self.teacher_log_probs == -torch.inf
+        return repeats(self.teacher_ids.masked_fill(missing, -1)) | missing
 
     @cached_property
     def _listed_ids(self) -> Tensor:  # (rows, k) int64, -1 where the entry lists nothing
-        return torch.where(self._listed, self.teacher_ids, -1)
+        return self.teacher_ids if self._unlisted is None else self.teacher_ids.masked_fill(self._unlisted, -1)
 
     def of_rows(self, rows: slice | Tensor) -> TopKScorer:
         return replace(
@@ -91,55 +91,62 @@ class TopKScorer:
 
     def merge(self, stats: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         rows, at_ids, top, top_ids = stats
-        dtype, k = self.inverse_temperature.dtype, self.teacher_ids.shape[1]
+        dtype, k, ids = self.inverse_temperature.dtype, self.teacher_ids.shape[1], self.teacher_ids
         z = (at_ids * self.inverse_temperature[:, None]).double()
-        owned = (self.teacher_ids >= self.shard.start) & (self.teacher_ids < self.shard.stop)
-        listed = owned & self._listed
+        elsewhere = (ids < self.shard.start) | (ids >= self.shard.stop)
+        uncounted = elsewhere if self._unlisted is None else elsewhere | self._unlisted
         if self.writes_logits:
-            rows = _with_listed(rows, z.masked_fill(~listed, -torch.inf))
+            rows = _with_listed(rows, at_ids.masked_fill(uncounted, -torch.inf), self.inverse_temperature)
         sums = rows.shape[1]
-        ranks = gather_stats(torch.cat([rows.to(dtype), top], dim=1), self.shard)
-        maximum, total, *others = _combined(ranks[:, :, :sums].double())
+        ranks = gather_stats(torch.cat([rows, top], dim=1), self.shard)
+        maximum, total, *others = _combined(ranks[:, :, :sums])
         rank = self.shard.group.rank() if self.shard.group is not None and self.shard.sharded else 0
-        in_top = chosen_of_all(ranks[:, :, sums:], rank, place_in(top_ids, self.teacher_ids))
+        overlaps = in_top(top_ids, ranks[:, :, sums:], rank, ids)
+        if self._unlisted is not None:
+            overlaps = overlaps.masked_fill(self._unlisted, False)
 
         q, log_q = self._teacher()
-        log_p, active = self._clamped(z - maximum[:, None] - total.log()[:, None], log_q)
+        log_p, clamped = self._clamped(z - maximum[:, None] - total.log()[:, None], log_q)
         # A teacher's log-prob of -inf is an entry that it did not give: q log q is 0 there, not NaN. One that is NaN
         # itself stays so.
-        terms = torch.where((q != 0) & owned, q * (log_q - log_p), 0.0)
+        terms = (q * (log_q - log_p)).masked_fill((q == 0) | elsewhere, 0.0)
         of_this_rank = [
             terms.sum(dim=1),
-            log_p.exp().masked_fill(~listed, 0.0).sum(dim=1),
-            q.masked_fill(~(owned & active), 0.0).sum(dim=1),
-            (in_top & listed).sum(dim=1),
-            -terms.masked_fill(~in_top, 0.0).sum(dim=1),
-            owned.sum(dim=1),
+            log_p.exp().masked_fill(uncounted, 0.0).sum(dim=1),
+            overlaps.sum(dim=1, dtype=q.dtype),
+            terms.masked_fill(~overlaps, 0.0).sum(dim=1),
+            elsewhere.sum(dim=1, dtype=q.dtype),
         ]
-        summed = gather_stats(torch.stack([part.double() for part in of_this_rank], dim=1), self.shard).sum(dim=0)
-        head, student_mass, active_mass, overlap, advantage, found = summed.unbind(dim=1)
+        if clamped is not None:
+            of_this_rank.append(q.masked_fill(elsewhere | ~clamped, 0.0).sum(dim=1))
+        summed = gather_stats(torch.stack(of_this_rank, dim=1), self.shard).sum(dim=0)
+        head, student_mass, overlap, of_overlap, not_here, *clamped_mass = summed.unbind(dim=1)
+        teacher_mass, advantage = q.sum(dim=1), 0.0 - of_overlap / overlap.clamp(min=1)
+        active_mass = teacher_mass - clamped_mass[0] if clamped_mass else teacher_mass
         # An id that no rank has gives no number that could be mistaken for one, and no such gradient.
-        head, active_mass = (part.masked_fill(found != k, torch.nan) for part in (head, active_mass))
-        advantage = torch.where(overlap > 0, advantage / overlap.clamp(min=1), 0.0)
-        metrics = (student_mass, q.sum(dim=1), overlap, advantage)
+        unknown = not_here != (ranks.shape[0] - 1) * k
+        head, active_mass = (part.masked_fill(unknown, torch.nan) for part in (head, active_mass))
+        metrics = [student_mass, teacher_mass, advantage]
         if self.tail_mass_eps is None:
-            return _outputs(dtype, head, *metrics), (maximum, total, active_mass, active_mass, z)
+            return _outputs(dtype, head, overlap, metrics), (maximum, total, active_mass, active_mass, z.to(dtype))
         student_tail = others[0] / total
         # The teacher gives log-probs of its own ids only, so that its tail is what they leave.
-        teacher_tail = (1.0 - q.sum(dim=1)).clamp(0.0, 1.0)
+        teacher_tail = (1.0 - teacher_mass).clamp(0.0, 1.0)
         tail, *factors = _tail(teacher_tail, student_tail, active_mass, self.tail_mass_eps)
         # Never negative but for rounding and for the guard, and neither is information.
         loss = (head + tail).clamp(min=0.0)
-        outputs = _outputs(dtype, loss, *metrics, head, tail, student_tail, teacher_tail)
-        return outputs, (maximum, total, *factors, z)
+        outputs = _outputs(dtype, loss, overlap, [*metrics, head, tail, student_tail, teacher_tail])
+        return outputs, (maximum, total, *factors, z.to(dtype))
 
     def logits_grad(self, saved: tuple[Tensor, ...], grads: tuple[Tensor | None, ...]) -> SoftmaxGrad:
         maximum, total, of_others, of_listed, z = saved
         d_row = torch.zeros_like(total) if grads[0] is None else grads[0].double() * self.inverse_temperature
         unread = d_row == 0  # an id that no rank has must not make NaN of a gradient that is zero
         q, log_q = self._teacher()
-        log_p = z - maximum[:, None] - total.log()[:, None]
-        q = q.masked_fill(~self._clamped(log_p, log_q)[1], 0.0)
+        log_p = z.double() - maximum[:, None] - total.log()[:, None]
+        clamped = self._clamped(log_p, log_q)[1]
+        if clamped is not None:
+            q = q.masked_fill(clamped, 0.0)
         if self.tail_mass_eps is None:
             q = summed_by_id(self.teacher_ids, q)
         at_ids = ((log_p.exp() * of_listed[:, None] - q) * d_row[:, None]).masked_fill(unread[:, None], 0.0)
@@ -155,38 +162,48 @@ class TopKScorer:
 
     def _teacher(self) -> tuple[Tensor, Tensor]:  # probs, log-probs, (rows, k) fp64 both
         log_q = self.teacher_log_probs.double()
-        return log_q.exp().masked_fill(~self._listed, 0.0), log_q
+        q = log_q.exp()
+        return (q if self._unlisted is None else q.masked_fill(self._unlisted, 0.0)), log_q
 
     def _clamped(
         self,
         log_p: Tensor,  # (rows, k)
         log_q: Tensor,  # (rows, k), the teacher's
-    ) -> tuple[Tensor, Tensor]:  # clamped (rows, k); where the gradient passes (rows, k) bool
+    ) -> tuple[Tensor, Tensor | None]:  # clamped (rows, k); where no gradient passes (rows, k) bool, None for nowhere
         if self.log_prob_min_clamp is None:
-            return log_p, torch.ones_like(log_p, dtype=torch.bool)
+            return log_p, None
         passes = (log_p > self.log_prob_min_clamp) | log_q.isnan()
-        return log_p.clamp(min=self.log_prob_min_clamp), passes
+        return log_p.clamp(min=self.log_prob_min_clamp), ~passes
 
 
 def _with_listed(
     rest: Tensor,  # (rows, 2) fp64, the statistics of the ids not listed
-    listed: Tensor,  # (rows, k) fp64, tempered logits, -inf where they are not here
+    listed: Tensor,  # (rows, k) logits, -inf where they are not here
+    inverse_temperature: Tensor,  # (rows,)
 ) -> Tensor:  # (rows, 3) fp64, the statistics of all, and the rest's sum shifted alike
-    maximum = torch.maximum(rest[:, 0], listed.amax(dim=1))
-    finite = maximum.masked_fill(maximum == -torch.inf, 0.0)
-    of_rest = (rest[:, 0] - finite).exp() * rest[:, 1]
-    return torch.stack([maximum, of_rest + (listed - finite[:, None]).exp().sum(dim=1), of_rest], dim=1)
+    every = rest.clone()
+    row_stats_(every, listed, inverse_temperature, False, False)
+    maximum = every[:, :1].masked_fill(every[:, :1] == -torch.inf, 0.0)
+    return torch.cat([every, (rest[:, :1] - maximum).exp() * rest[:, 1:]], dim=1)
 
 
 def _combined(
     ranks: Tensor,  # (ranks, rows, 2 or 3) fp64
 ) -> tuple[Tensor, ...]:  # maximum, sum, the rest's sum; (rows,) each
+    if ranks.shape[0] == 1:
+        return ranks[0].contiguous().unbind(dim=1)  # a copy, so that what is saved holds no logits
     sums = [combine_stats(torch.stack([ranks[:, :, 0], each], dim=2)) for each in ranks[:, :, 1:].unbind(dim=2)]
     return (sums[0][:, 0], *[each[:, 1] for each in sums])
 
 
-def _outputs(dtype: torch.dtype, *values: Tensor) -> tuple[Tensor, ...]:
-    return tuple(each.to(torch.int64 if place == 3 else dtype) for place, each in enumerate(values))
+def _outputs(
+    dtype: torch.dtype,
+    loss: Tensor,  # (rows,) fp64
+    overlap: Tensor,  # (rows,) fp64
+    metrics: list[Tensor],  # (rows,) fp64 each
+) -> tuple[Tensor, ...]:
+    student_mass, teacher_mass, *others = torch.stack(metrics).to(dtype).unbind()
+    return loss.to(dtype), student_mass, teacher_mass, overlap.long(), *others
 
 
 def _tail(
@@ -196,8 +213,8 @@ def _tail(
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # the tail's part of the loss, of_others, of_listed; (rows,) each
     """The KL of the one category, and by what the gradient multiplies `p_j` of an id not listed, of a listed one."""
-    log_ratio = teacher_tail.log() - student_tail.clamp(min=eps).log()
-    guarded = student_tail <= eps
-    of_listed = torch.where(guarded, teacher_mass, teacher_mass + teacher_tail)
-    of_others = torch.where(guarded, teacher_mass, of_listed - teacher_tail / student_tail)
-    return torch.where(teacher_tail == 0, 0.0, teacher_tail * log_ratio), of_others, of_listed
+    guarded = student_tail.clamp(min=eps)
+    tail = torch.xlogy(teacher_tail, teacher_tail / guarded)
+    free = teacher_tail.masked_fill(student_tail <= eps, 0.0)
+    of_listed = teacher_mass + free
+    return tail, of_listed - free / guarded, of_listed

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["add_top_", "chosen_of_all", "first_of_each_id", "place_in", "summed_by_id"]
+__all__ = ["add_top_", "in_top", "repeats", "summed_by_id"]
 
 
 def add_top_(
-    top: Tensor,  # (rows, k), the largest logits so far, descending; overwritten
+    top: Tensor,  # (rows, k), the largest logits so far, descending, -inf where there are none yet; overwritten
     top_ids: Tensor,  # (rows, k) int64, their global ids; overwritten
     logits: Tensor,  # (rows, columns)
     first: int,  # the global id of the first column
@@ -20,43 +20,40 @@ def add_top_(
     """
     k = top.shape[1]
     values, columns = logits.topk(min(k, logits.shape[1]), dim=1)
-    values, chosen = torch.cat([top, values.to(top.dtype)], dim=1).topk(k, dim=1)
-    top.copy_(values)
-    top_ids.copy_(torch.cat([top_ids, columns + first], dim=1).gather(1, chosen))
+    # A logit of -inf comes before a place that no id has taken, here and among the ranks.
+    values = values.clamp(min=torch.finfo(values.dtype).min)
+    chosen = torch.empty_like(top_ids)
+    torch.topk(torch.cat([top, values], dim=1), k, dim=1, out=(top, chosen))
+    torch.gather(torch.cat([top_ids, columns + first], dim=1), 1, chosen, out=top_ids)
 
 
-def place_in(
-    top_ids: Tensor,  # (rows, k) int64, distinct but for -1
+def in_top(
+    top_ids: Tensor,  # (rows, k) int64, of this rank's largest logits, distinct but for -1
+    tops: Tensor,  # (ranks, rows, k), the largest logits of each rank, descending
+    rank: int,
     ids: Tensor,  # (rows, k) int64
-) -> Tensor:  # (rows, k) int64
-    """At which place of `top_ids` each id stands, `k` for at none."""
+) -> Tensor:  # (rows, k) bool
+    """Which of the ids are this rank's and among the `k` largest logits of all ranks."""
     # By looking each id up in the sorted ones: (rows, k) numbers, where comparing all pairs takes k times that.
     ordered, order = top_ids.sort(dim=1)
     at = torch.searchsorted(ordered, ids.contiguous()).clamp_(max=ids.shape[1] - 1)
-    return order.gather(1, at).masked_fill_(ordered.gather(1, at) != ids, ids.shape[1])
-
-
-def chosen_of_all(
-    tops: Tensor,  # (ranks, rows, k), the largest logits of each rank, descending
-    rank: int,
-    place: Tensor,  # (rows, k) int64, of this rank's ids among its own top, k for none
-) -> Tensor:  # (rows, k) bool
-    """Which of this rank's ids are among the `k` largest logits of all ranks."""
+    found = ordered.gather(1, at) == ids
     ranks, rows, k = tops.shape
+    if ranks == 1:
+        return found
     best = torch.cat(tuple(tops), dim=1).topk(k, dim=1).indices
-    chosen = torch.zeros(rows, ranks * k + 1, dtype=torch.bool, device=tops.device).scatter_(1, best, True)
-    # The last column is nobody's: ids with no place look there.
-    return chosen.gather(1, torch.where(place < k, place + rank * k, ranks * k))
+    chosen = torch.zeros(rows, ranks * k, dtype=torch.bool, device=tops.device).scatter_(1, best, True)
+    return found & chosen[:, rank * k : (rank + 1) * k].gather(1, order.gather(1, at))
 
 
-def first_of_each_id(
+def repeats(
     ids: Tensor,  # (rows, k)
 ) -> Tensor:  # (rows, k) bool
-    """Set at the first of several entries with the same id, so that what belongs to an id is counted once."""
+    """Set at all entries with the same id but the first, so that what belongs to an id is counted once."""
     ordered, order = ids.sort(dim=1, stable=True)
-    first = torch.ones_like(ids, dtype=torch.bool)
-    first[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
-    return torch.empty_like(first).scatter_(1, order, first)
+    repeated = torch.zeros_like(ids, dtype=torch.bool)
+    torch.eq(ordered[:, 1:], ordered[:, :-1], out=repeated[:, 1:])
+    return torch.empty_like(repeated).scatter_(1, order, repeated)
 
 
 def summed_by_id(

@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from compact_logits.cli import main
-from compact_logits.cli.environment import find_seam, find_versions, findings, read_setting
+from compact_logits.cli import environment, main
+from compact_logits.cli.environment import find_diagnostics, find_kernels, find_seam, find_versions, read_setting
 from compact_logits.diagnostics import Diagnostic
+from compact_logits.engine.kernels.verify import Verdict
 from compact_logits.integrations import INTEGRATIONS
 from tests.support.source_tree import ROOT
 
@@ -144,20 +145,58 @@ def test_a_framework_that_cannot_be_imported_hides_no_other(monkeypatch: pytest.
         raise OSError("libcuda.so.1:\n  cannot open shared object file")
 
     stand_in(monkeypatch, broken)
-    found = findings(("slime", "torchforge"))
-    assert [finding.name for finding in found] == ["slime", "torchforge"]
+    found = find_diagnostics(("slime", "torchforge"))
+    assert [each.name for each in found] == ["slime", "torchforge"]
     assert found[0].state == "refused"
     assert found[0].reason == "it cannot be looked at: OSError: libcuda.so.1: cannot open shared object file"
     assert capsys.readouterr().out == ""
     stand_in(monkeypatch, lambda: sys.exit(3))
-    assert findings(("slime",))[0].reason == "it cannot be looked at: SystemExit: 3"
+    assert find_diagnostics(("slime",))[0].reason == "it cannot be looked at: SystemExit: 3"
 
 
 def test_all_integrations_are_looked_at(capsys: Any) -> None:
     code, report = doctor(capsys)
     assert code == 0
-    assert {finding["name"] for finding in report["integrations"]} == set(INTEGRATIONS)
+    assert {each["name"] for each in report["integrations"]} == set(INTEGRATIONS)
     assert all(f["state"] != "refused" or (f["reason"] and f["remedy"]) for f in report["integrations"])
+
+
+def test_the_kernels_of_a_machine_without_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(environment, "verdict", lambda device: pytest.fail("looked for a GPU"))
+    kernels = find_kernels()
+    assert (kernels.name, kernels.state) == ("Triton kernels", "off")
+    assert "Triton kernels run on CUDA only" in kernels.reason
+    monkeypatch.setenv("COMPACT_LOGITS", "strict")
+    stand_in(monkeypatch, lambda: [Diagnostic("slime", "on")])
+    code, report = doctor(capsys, "slime")
+    assert code == 0 and report["kernels"]["state"] == "off"
+    assert main(["doctor", "slime"]) == 0
+    assert "Triton kernels run on CUDA only" in " ".join(capsys.readouterr().out.replace("│", "").split())
+
+
+@pytest.mark.parametrize(
+    ("verdict", "mode", "state", "code"),
+    [
+        (Verdict(True, "errors on a card"), "strict", "on", 0),
+        (Verdict(False, "OutOfResources: shared memory"), "1", "refused", 0),
+        (Verdict(False, "OutOfResources: shared memory"), "strict", "refused", 1),
+    ],
+)
+def test_the_verdict_of_the_kernels(
+    monkeypatch: pytest.MonkeyPatch, capsys: Any, verdict: Verdict, mode: str, state: str, code: int
+) -> None:
+    devices = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(environment, "verdict", lambda device: devices.append(device) or verdict)
+    monkeypatch.setenv("COMPACT_LOGITS", mode)
+    stand_in(monkeypatch, lambda: [Diagnostic("slime", "on")])
+    found, report = doctor(capsys, "slime")
+    assert found == code and report["refused"] is bool(code)
+    assert devices == [torch.device("cuda", 3)]
+    assert report["kernels"]["state"] == state and report["kernels"]["reason"] == verdict.reason
+    assert bool(report["kernels"]["remedy"]) == (state == "refused")
 
 
 @pytest.mark.parametrize(

@@ -155,7 +155,7 @@ def test_the_table_is_printed(capsys: Any, tmp_path: Path) -> None:
     printed = " ".join(capsys.readouterr().out.split())
     for said in (
         "--kl-coef │ 0.0 (assumed) │ compact",
-        "verdict: compact with another metric as far as can be told",
+        "verdict: compact with another metric as far as is known",
         "24 of 26 flags are not given",
         "not known: ${X[@]} may hold more flags",
         f"not switched on by this recipe: add {HOOK}",

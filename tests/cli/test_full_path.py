@@ -42,18 +42,31 @@ def test_largest_logits_are_those_that_were_made() -> None:
     assert (largest.shape, largest.nbytes, largest.dtype) == ((2, 10), 160, "float64")
 
 
-def test_a_slice_of_the_logits_is_known_by_the_weight() -> None:
-    hidden, weight = torch.randn(6, 4), torch.randn(10, 4)
+def test_slices_of_the_logits_are_known_by_the_weight_and_count_while_they_live() -> None:
+    hidden, weight = torch.randn(6, 3), torch.randn(10, 3)
+
+    def product(columns: slice) -> torch.Tensor:
+        return torch.mm(hidden, weight[columns].t(), out=hidden.new_empty(6, weight[columns].shape[0]))
+
     with LargestLogits(10, weight) as largest:
-        logits = torch.mm(hidden, weight[2:7].t(), out=torch.empty(6, 5))
+        logits = product(slice(2, 7))
         logits @ weight[2:7], logits.t() @ hidden
     assert (largest.shape, largest.nbytes) == ((6, 5), 120)
     with LargestLogits(10, weight) as largest:
-        held = torch.empty(6 * 8)  # where another part of three columns waits
-        torch.mm(hidden, weight[2:7].t(), out=held[:30].view(6, 5))
-    assert (largest.shape, largest.nbytes) == ((6, 8), 192)
+        kept = [product(slice(0, 4)), product(slice(4, 8))]
+        product(slice(8, 10))
+        del kept
+        product(slice(0, 9))
+    assert (largest.shape, largest.nbytes, largest.dtype) == ((6, 10), 240, "float32")
+    with LargestLogits(10, weight) as largest:
+        for _ in range(3):
+            product(slice(0, 4))
+    assert (largest.shape, largest.nbytes) == ((6, 4), 96)
+    with LargestLogits(10, weight) as largest:
+        product(slice(0, 3)) @ weight[:3]  # as wide as the hidden states
+    assert (largest.shape, largest.nbytes) == ((6, 3), 72)
     with LargestLogits(10) as largest:
-        torch.mm(hidden, weight[2:7].t(), out=torch.empty(6, 5))
+        product(slice(2, 7))
     assert largest.nbytes == 0
 
 

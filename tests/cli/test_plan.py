@@ -43,6 +43,25 @@ def test_the_full_path_holds_two_fp32_logits_and_the_compact_path_a_chunk(capsys
     assert not dist.is_initialized()
 
 
+def test_by_default_logits_take_what_a_gpu_may_hold(capsys: Any) -> None:
+    head = ("--preset", "qwen3.5-9b", "--tp", "4", "--tokens", "32768", "--kept", "6554")
+    report, small = (plan(capsys, *head, *more) for more in ((), ("--chunk-bytes", "256MiB")))
+    assert report["setup"]["chunk_bytes"] == 2**30 and small["setup"]["chunk_bytes"] == 2**28
+    logits = 6554 * 62080 * 2
+    assert (report["logits"]["slices"], report["logits"]["kept"], report["logits"]["bytes"]) == (1, 1, logits)
+    assert logits < report["compact_path"]["saved_bytes"] < 1.1 * logits
+    assert small["logits"]["slices"] > small["logits"]["kept"] > 0
+    assert small["logits"]["bytes"] <= 2**28
+    assert main(["plan", *head]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    for said in (
+        "logits of the compact path: 0.76 GiB at a time, in 1 slices of the vocabulary, 1 of them kept for backward",
+        "their budget: 1.00 GiB (the default on a GPU; COMPACT_LOGITS_CHUNK_BYTES sets it for the frameworks)",
+        "held until then: under pipeline parallelism by every micro-batch in flight",
+    ):
+        assert said in printed
+
+
 def test_megatrons_and_slimes_padding(capsys: Any) -> None:
     report = plan(
         capsys, "--vocab", "1001", "--hidden", "64", "--tp", "2", "--cp", "2", "--tokens", "1000", "--kept", "3"

@@ -13,16 +13,14 @@ from torch import Tensor
 
 from compact_logits import VocabShard
 from compact_logits.engine.balance import Balanced, Transfers, pays, return_rows
+from compact_logits.engine.row_gather import Local, Replicated, RowGather, SequenceSharded
 from compact_logits.errors import InputError
-from compact_logits.engine.row_gather import Local, Replicated, RowExchange, SequenceSharded
-from compact_logits.engine.linear import score_hidden
-from compact_logits.scorers.log_prob_scorer import LogProbScorer
 from tests.support.collectives import count_collectives
 from tests.support.linear_head import Head, assert_as_good_as_plain
 from tests.support.ranks import RankPool
-from tests.support.sharded_head import of_rank, with_partial_sums
+from tests.support.sharded_head import of_rank
 
-CUTS = {1: [0, 37], 2: [0, 19, 37]}
+CUTS = {1: [0, 137], 2: [0, 69, 137]}
 # Kept rows, [context-parallel rank][sequence-parallel shard].
 COUNTS = [
     ((9,), (0,)),
@@ -73,57 +71,42 @@ def score(
     rank: int, world: int, head: Head, counts: tuple[tuple[int, ...], ...], sharded: bool, balanced: bool
 ) -> dict[str, Any]:
     cp = len(counts)
-    tp = world // cp
+    tp, place = world // cp, rank // (world // cp)
     of_tp, of_cp = groups_of(rank, tp, cp)
     mine = of_rank(head, rank % tp, CUTS[tp])
-    start, stop = CUTS[tp][rank % tp :][:2]
-    shard = VocabShard(start, stop, of_tp)
+    shard = VocabShard(*CUTS[tp][rank % tp :][:2], of_tp)
+    totals = [sum(each) for each in counts]
     by_rank = [
-        part.split(list(each)) for part, each in zip(head.targets.split([sum(c) for c in counts]), counts, strict=True)
+        part.split(list(each)) for part, each in zip(torch.arange(sum(totals)).split(totals), counts, strict=True)
     ]
-    rows_of_rank = mine.hidden.split([sum(each) for each in counts])[rank // tp]
     shards = [Transfers.even(column) for column in zip(*counts, strict=True)]
-    if sharded:
-        hidden = rows_of_rank.split(list(counts[rank // tp]))[rank % tp]
-    else:
-        hidden = rows_of_rank
-    hidden = hidden.clone().requires_grad_()
-    weight = mine.weight.clone().requires_grad_()
-    exchange: RowExchange
+    rows = by_rank[place][rank % tp] if sharded else torch.cat(by_rank[place])
+    shares, projected = counts[place], torch.cat(by_rank[place])
     if balanced:
-        shares = tuple(sum(each.received(rank // tp)) for each in shards)
-        targets = torch.cat(
-            [
-                part
-                for s, each in enumerate(shards)
-                for part in each.parts(rank // tp, [by_rank[c][s] for c in range(cp)])
-            ]
-        )
-    else:
-        shares, targets = counts[rank // tp], torch.cat(by_rank[rank // tp])
+        shares = tuple(sum(each.received(place)) for each in shards)
+        parts = [each.parts(place, [by_rank[c][s] for c in range(cp)]) for s, each in enumerate(shards)]
+        projected = torch.cat([each for of_shard in parts for each in of_shard])
+    gather: RowGather = Replicated(of_tp) if tp > 1 else Local()
     if sharded:
-        exchange = SequenceSharded(of_tp, shares)
-    else:
-        exchange = Replicated(of_tp) if tp > 1 else Local()
+        gather = SequenceSharded(of_tp, shares)
     if balanced:
-        exchange = Balanced(exchange, of_cp, shards[rank % tp if sharded else 0])
+        gather = Balanced(gather, of_cp, shards[rank % tp if sharded else 0])
+    hidden, weight = (each.clone().requires_grad_() for each in (mine.hidden[rows], mine.weight))
     with count_collectives() as counts_of:
-        outputs = score_hidden(
-            hidden, weight, None, LogProbScorer(targets, shard, 1.0, "loss"), exchange=exchange, chunk_bytes=2000
-        )
-        values = torch.stack(outputs, dim=1)
+        scored = mine.of_rows(projected).scored("loss", hidden, weight, None, shard=shard, gather=gather, chunk_bytes=1)
+        values = torch.stack([scored["log_probs"], scored["entropy"]], dim=1)
         if balanced:
             values = return_rows(values, of_cp, shards)
         forward = dict(counts_of)
         upstream = torch.stack([head.d_log_probs, head.d_entropy], dim=1)
-        values.backward(upstream.split([sum(each) for each in counts])[rank // tp])
+        values.backward(upstream.split(totals)[place])
         every = dict(counts_of)
     dist.all_reduce(weight.grad, group=of_cp)
     return {
         "values": values.detach(),
         "d_hidden": hidden.grad,
         "d_weight": weight.grad,
-        "projected": targets.shape[0],
+        "projected": len(projected),
         "forward": forward,
         "all": every,
     }
@@ -144,7 +127,7 @@ def test_the_same_numbers_and_gradients(
     if not sharded:
         counts = tuple((sum(each),) for each in counts)
     total = sum(map(sum, counts))
-    head = Head.random(total, 24, 37, dtype)
+    head = Head.random(total, 24, 137, dtype)
     results = rank_pool.run(tp * cp, score, head, counts, sharded, True)
     of_first_tp = results[::tp]
     values = torch.cat([result["values"] for result in of_first_tp])
@@ -155,7 +138,7 @@ def test_the_same_numbers_and_gradients(
         "d_hidden": d_hidden,
         "d_weight": torch.cat([result["d_weight"] for result in results[:tp]]),
     }
-    plain = with_partial_sums(head, CUTS[tp], "loss") if tp > 1 else head.plain("loss")
+    plain = head.plain("loss", CUTS[tp][1:-1])
     # Each rank rounds its part of the weight's gradient, which the plain path of one rank rounds once.
     assert_as_good_as_plain(ours, plain, head.truth(), factor=1.1 if dtype == torch.float32 else 1.5)
     shares = [result["projected"] for result in of_first_tp]
@@ -166,7 +149,7 @@ def test_the_same_numbers_and_gradients(
 
 def test_the_busiest_rank_projects_its_share_alone(rank_pool: RankPool) -> None:
     counts = ((30,), (2,))
-    head = Head.random(32, 24, 37)
+    head = Head.random(32, 24, 137)
     before, after = (rank_pool.run(2, score, head, counts, False, balanced) for balanced in (False, True))
     assert [result["projected"] for result in before] == [30, 2]
     assert [result["projected"] for result in after] == [16, 16]
@@ -178,6 +161,6 @@ def test_a_row_count_that_is_not_the_transfers(rank_pool: RankPool) -> None:
 
 
 def wrong_count(rank: int, world: int) -> None:
-    exchange = Balanced(Local(), dist.group.WORLD, Transfers.even((4, 0)))  # type: ignore[arg-type]
+    gather = Balanced(Local(), dist.group.WORLD, Transfers.even((4, 0)))  # type: ignore[arg-type]
     with pytest.raises(InputError, match=r"this rank's row count is [40], but it has 7 rows"):
-        exchange.gather(torch.zeros(7, 3))
+        gather.gather(torch.zeros(7, 3))

@@ -1,8 +1,9 @@
-"""How many collectives a micro-batch takes: the same few for one chunk and for many, for many rows and for none."""
+"""How many collectives a micro-batch takes: the same few for one slice and for many, for many rows and for none."""
 
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from typing import Any
 from unittest import mock
 
@@ -10,119 +11,159 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from compact_logits import linear_log_probs, log_probs
-from compact_logits.engine.slices import Block
+from compact_logits import linear_topk_kl
 from compact_logits.engine.row_gather import SequenceSharded
-from compact_logits.engine.linear import score_hidden
+from compact_logits.engine.vocab_shard import gather_stats
+from compact_logits.memory.meta_collectives import meta_collectives
 from compact_logits.scorers.log_prob_scorer import LogProbScorer
 from tests.support.collectives import count_collectives
-from tests.support.linear_head import Head
+from tests.support.linear_head import SCORERS, Head
 from tests.support.ranks import RankPool
 from tests.support.sharded_head import of_rank, shard_of
 
-# Under the second a chunk holds one row.
-BUDGETS = [None, 1]
-CUTS = {2: [0, 3, 11], 4: [0, 5, 5, 8, 11]}
-
-Counts = tuple[dict[str, int], dict[str, int]]
+CUTS = {2: [0, 70, 301], 4: [0, 70, 70, 200, 301]}
+Counts = tuple[dict[str, int], dict[str, int]]  # forward, backward
 
 
-def counted(
-    rank: int, world: int, rows: int, chunk_bytes: int | None, trained: str, entropy: str, check_ranks: bool = False
-) -> Counts:
-    """Calls in forward and in backward, with gradients of the inputs named in `trained`."""
-    head, shard = of_rank(Head.random(rows, 4, 11), rank, CUTS[world]), shard_of(rank, CUTS[world])
-    hidden = head.hidden.requires_grad_("hidden" in trained)
-    weight = head.weight.requires_grad_("weight" in trained)
+def counted(head: Head, what: str, trained: str = "hidden weight", **options: Any) -> Counts:
+    """With gradients of the inputs named in `trained`; `logits` for logits that exist already."""
+    tensors = {
+        name: getattr(head, name).clone().requires_grad_(name in trained) for name in ("hidden", "weight", "bias")
+    }
     with count_collectives() as forward:
-        options: Any = {"entropy": entropy, "chunk_bytes": chunk_bytes, "check_ranks": check_ranks}
-        result = linear_log_probs(hidden, weight, head.targets, shard=shard, **options)
+        outputs = head.with_logits(what, **options) if trained == "logits" else head.scored(what, **tensors, **options)
     with count_collectives() as backward:
-        if result.log_probs.requires_grad:
-            result.log_probs.sum().backward()
+        roots = [each for each in outputs.values() if each is not None and each.requires_grad]
+        if roots:
+            torch.autograd.backward(roots, [torch.ones_like(each) for each in roots])
     return dict(forward), dict(backward)
+
+
+def expected(what: str, trained: str = "hidden", *, compared: bool = False, gathered: bool = False) -> Counts:
+    of_statistics = 2 if what in ("topk", "topk clamped", "tail") else 1
+    back = {"reduce_scatter_tensor" if gathered else "all_reduce": 1} if "hidden" in trained else {}
+    return {"all_gather_into_tensor": of_statistics + compared + gathered}, back
+
+
+def replicated(rank: int, world: int, rows: int) -> list[str]:
+    cuts, head = CUTS[world], Head.random(rows, 4, 301, bias=True)
+    given: dict[str, Any] = {"shard": shard_of(rank, cuts)}
+    mine, wrong = of_rank(head, rank, cuts), []
+    cases = [(trained, 1, False) for trained in ("hidden weight", "hidden", "weight", "", "logits")]
+    cases += [(trained, None, compared) for trained in ("hidden weight", "logits") for compared in (False, True)]
+    for what in SCORERS:
+        for trained, chunk_bytes, compared in cases:
+            if what != "top_p" or not (compared or trained == "logits"):
+                found = counted(mine, what, trained, chunk_bytes=chunk_bytes, check_ranks=compared, **given)
+                if found != expected(what, trained, compared=compared):
+                    wrong.append(f"{what}, {chunk_bytes}, trained {trained}, compared {compared}: {found}")
+    return wrong
 
 
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("rows", [0, 1, 17])
-@pytest.mark.parametrize("chunk_bytes", BUDGETS)
-def test_replicated_rows(rank_pool: RankPool, chunk_bytes: int | None, rows: int, world: int) -> None:
-    gather, reduce = {"all_gather_into_tensor": 1}, {"all_reduce": 1}
-    for entropy in ("none", "metric", "loss"):
-        every = rank_pool.run(world, counted, rows, chunk_bytes, "hidden weight", entropy)
-        assert every == [(gather, reduce)] * world
-    assert rank_pool.run(world, counted, rows, chunk_bytes, "hidden", "none") == [(gather, reduce)] * world
-    compared = {"all_gather_into_tensor": 2}
-    assert rank_pool.run(world, counted, rows, chunk_bytes, "hidden", "loss", True) == [(compared, reduce)] * world
-    assert rank_pool.run(world, counted, rows, chunk_bytes, "weight", "none") == [(gather, {})] * world
-    assert rank_pool.run(world, counted, rows, chunk_bytes, "", "none") == [(gather, {})] * world
+def test_replicated_rows_and_given_logits(rank_pool: RankPool, rows: int, world: int) -> None:
+    assert rank_pool.run(world, replicated, rows) == [[]] * world
 
 
-def counted_given_logits(rank: int, world: int, rows: int, chunk_bytes: int | None, check_ranks: bool) -> Counts:
-    shard = shard_of(rank, CUTS[world])
-    logits = torch.randn(rows, shard.size, requires_grad=True)
-    targets = torch.zeros(rows, dtype=torch.int64)
-    with count_collectives() as forward:
-        options: Any = {"chunk_bytes": chunk_bytes, "check_ranks": check_ranks}
-        result = log_probs(logits, targets, shard=shard, entropy="loss", **options)
-    with count_collectives() as backward:
-        (result.log_probs.sum() + result.entropy.sum()).backward()
-    return dict(forward), dict(backward)
-
-
-@pytest.mark.parametrize("rows", [0, 1, 17])
-@pytest.mark.parametrize("chunk_bytes", BUDGETS)
-def test_given_logits(rank_pool: RankPool, chunk_bytes: int | None, rows: int) -> None:
-    for world in (2, 4):
-        for check_ranks in (False, True):
-            every = rank_pool.run(world, counted_given_logits, rows, chunk_bytes, check_ranks)
-            assert every == [({"all_gather_into_tensor": 1 + check_ranks}, {})] * world
-
-
-def counted_sequence_sharded(rank: int, world: int, counts: tuple[int, ...], chunk_bytes: int | None) -> Counts:
-    head, shard = of_rank(Head.random(sum(counts), 4, 11), rank, CUTS[world]), shard_of(rank, CUTS[world])
-    hidden = head.hidden.split(list(counts))[rank].clone().requires_grad_()
-    weight = head.weight.requires_grad_()
-    assert dist.group.WORLD is not None
-    exchange = SequenceSharded(dist.group.WORLD, counts)
-    scorer = LogProbScorer(head.targets, shard, 1.0, "loss")
-    with count_collectives() as forward:
-        outputs = score_hidden(hidden, weight, None, scorer, exchange=exchange, chunk_bytes=chunk_bytes)
-    with count_collectives() as backward:
-        (outputs[0].sum() + outputs[1].sum()).backward()
-    return dict(forward), dict(backward)
+def sequence_sharded(rank: int, world: int, counts: tuple[int, ...]) -> list[str]:
+    cuts, head = CUTS[world], Head.random(sum(counts), 4, 301, bias=True)
+    mine, wrong = of_rank(head, rank, cuts), []
+    rows = torch.arange(sum(counts)).split(list(counts))[rank]
+    local = {name: getattr(mine, name) for name in ("weight", "bias")} | {"hidden": mine.hidden[rows]}
+    for what in SCORERS:
+        for chunk_bytes in (1, None):
+            tensors = {name: each.clone().requires_grad_() for name, each in local.items()}
+            gather = SequenceSharded(dist.group.WORLD, counts)
+            with count_collectives() as forward:
+                outputs = mine.scored(
+                    what, **tensors, shard=shard_of(rank, cuts), gather=gather, chunk_bytes=chunk_bytes
+                )
+            with count_collectives() as backward:
+                next(iter(outputs.values())).sum().backward()
+            if (dict(forward), dict(backward)) != expected(what, gathered=True):
+                wrong.append(f"{what}, {chunk_bytes}: {forward}, {backward}")
+    return wrong
 
 
 @pytest.mark.parametrize("counts", [(0, 0), (0, 5), (3, 0), (7, 2), (0, 5, 0, 2), (0, 0, 0, 0)], ids=str)
-@pytest.mark.parametrize("chunk_bytes", BUDGETS)
-def test_sequence_sharded_rows(rank_pool: RankPool, chunk_bytes: int | None, counts: tuple[int, ...]) -> None:
-    every = rank_pool.run(len(counts), counted_sequence_sharded, counts, chunk_bytes)
-    assert every == [({"all_gather_into_tensor": 2}, {"reduce_scatter_tensor": 1})] * len(counts)
+def test_sequence_sharded_rows(rank_pool: RankPool, counts: tuple[int, ...]) -> None:
+    assert rank_pool.run(len(counts), sequence_sharded, counts) == [[]] * len(counts)
 
 
-def counted_with_one_a_block(rank: int, world: int, chunk_bytes: int | None) -> Counts:
-    """What the counts are there to catch: a scorer that merges each block on its own."""
-    of_block = LogProbScorer.local_stats
+def first_call_of_a_group(rank: int, world: int) -> list[int]:
+    """All-gathers of each of three calls by what `check_ranks` says, of another function each."""
+    found = []
+    for check_ranks in (None, True, False):
+        group = dist.new_group(range(world))
+        head, shard = of_rank(Head.random(5, 4, 301), rank, CUTS[2]), shard_of(rank, CUTS[2])
+        shard = type(shard)(shard.start, shard.stop, group)
+        for what in ("loss", "topk", "none"):
+            with count_collectives() as counts:
+                head.scored(what, head.hidden, head.weight, None, shard=shard, check_ranks=check_ranks)
+            found.append(counts["all_gather_into_tensor"] - (2 if what == "topk" else 1))
+        dist.destroy_process_group(group)
+    return found
 
-    def local_stats(self: LogProbScorer, block: Block) -> Tensor:
-        maximum = block.logits.amax(dim=1)
-        dist.all_reduce(maximum, op=dist.ReduceOp.MAX, group=self.shard.group)
-        return of_block(self, block)
 
-    with mock.patch.object(LogProbScorer, "local_stats", local_stats):
-        return counted(rank, world, 17, chunk_bytes, "hidden weight", "none")
+def test_ranks_are_compared_at_the_first_call_of_a_group_or_always_or_never(rank_pool: RankPool) -> None:
+    assert rank_pool.run(2, first_call_of_a_group) == [[1, 0, 0, 1, 1, 1, 0, 0, 0]] * 2
 
 
-def test_one_collective_a_block_would_be_seen(rank_pool: RankPool) -> None:
-    for forward, _ in rank_pool.run(2, counted_with_one_a_block, 1):
-        assert forward == {"all_gather_into_tensor": 1, "all_reduce": 17}
+def merged_slice_by_slice(rank: int, world: int) -> Counts:
+    """What the counts are there to catch."""
+    right = LogProbScorer.add_slice_
+
+    def add_slice_(self: LogProbScorer, stats: tuple[Tensor, ...], logits: Tensor, first: int) -> None:
+        right(self, stats, logits, first)
+        gather_stats(stats[0], self.shard)
+
+    head = of_rank(Head.random(17, 4, 301, bias=True), rank, [0, 150, 301])
+    with mock.patch.object(LogProbScorer, "add_slice_", add_slice_):
+        return counted(head, "none", shard=shard_of(rank, [0, 150, 301]), chunk_bytes=1, check_ranks=False)
+
+
+def test_one_collective_a_slice_would_be_seen(rank_pool: RankPool) -> None:
+    for forward, _ in rank_pool.run(2, merged_slice_by_slice):
+        assert forward == {"all_gather_into_tensor": 1 + 3}
+
+
+class Messages(TorchDispatchMode):
+    """How many bytes a rank sends with each collective, seen where all of them pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if str(func).startswith("c10d"):
+            self.sent.append(min(leaf.nbytes for leaf in tree_leaves(args) if isinstance(leaf, Tensor)))
+        return func(*args, **(kwargs or {}))
+
+
+def message_bytes(rank: int, world: int) -> dict[str, list[int]]:
+    head, shard, found = of_rank(Head.random(6, 4, 301, k=9), rank, CUTS[2]), shard_of(rank, CUTS[2]), {}
+    for what in ("none", "loss", "sum_p2", "topk", "tail"):
+        with Messages() as messages:
+            head.scored(what, head.hidden, head.weight, None, shard=shard, check_ranks=True)
+        found[what] = messages.sent
+    return found
+
+
+def test_what_travels_is_a_few_numbers_a_row_and_no_vocabulary(rank_pool: RankPool) -> None:
+    check = 112
+    sent = {"none": [6 * 3 * 8], "loss": [6 * 4 * 8], "sum_p2": [6 * 5 * 8]}
+    sent |= {"topk": [6 * (9 + 2) * 4, 6 * 6 * 8], "tail": [6 * (9 + 3) * 4, 6 * 6 * 8]}
+    assert rank_pool.run(2, message_bytes) == [{what: [check, *each] for what, each in sent.items()}] * 2
 
 
 def warned(rank: int, world: int) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        counted_sequence_sharded(rank, world, (1, 2), None)
+        assert sequence_sharded(rank, world, (1, 2)) == replicated(rank, world, 2) == []
     return [str(warning.message) for warning in caught]
 
 
@@ -130,13 +171,30 @@ def test_no_collective_warns(rank_pool: RankPool) -> None:
     assert rank_pool.run(2, warned) == [[], []]
 
 
-def counted_alone(rank: int, world: int) -> dict[str, Any]:
-    head = Head.random(5, 4, 11)
+def alone(rank: int, world: int) -> Counter[str]:
+    """A whole vocabulary, in no group and in a group of one."""
+    one = [dist.new_group([each]) for each in range(world)][rank]
+    head = Head.random(5, 4, 301)
+    shard = type(shard_of(0, [0, 301]))(0, 301, one)
     with count_collectives() as counts:
-        head.compact(chunk_bytes=1)
-        head.with_logits()
-    return dict(counts)
+        for what in SCORERS:
+            head.compact(what, chunk_bytes=1)
+            head.compact(what, shard=shard)
+    dist.destroy_process_group(one)
+    return counts
 
 
 def test_a_whole_vocabulary_takes_none_even_among_other_ranks(rank_pool: RankPool) -> None:
-    assert rank_pool.run(2, counted_alone) == [{}, {}]
+    assert rank_pool.run(2, alone) == [Counter(), Counter()]
+
+
+def without_memory(rank: int, world: int) -> Counter[str]:
+    head = of_rank(Head.random(5, 4, 301), rank, CUTS[2])
+    tensors: Any = [each.to("meta") for each in (head.hidden, head.weight, head.teacher_log_probs, head.teacher_ids)]
+    with meta_collectives(), count_collectives() as counts:
+        linear_topk_kl(*tensors, shard=shard_of(rank, CUTS[2]), check_ranks=True)
+    return counts
+
+
+def test_tensors_without_memory_are_not_compared(rank_pool: RankPool) -> None:
+    assert rank_pool.run(2, without_memory) == [Counter(all_gather_into_tensor=2)] * 2

@@ -79,12 +79,12 @@ def test_a_head_of_a_real_size(what: str, trained: bool) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("what", ["loss", "tail"])
-def test_a_head_that_runs(what: str, dtype: torch.dtype) -> None:
+def test_case_1_1_a_head_that_runs(what: str, dtype: torch.dtype) -> None:
     check(head_of(32, 512, dtype, "cpu"), what)
 
 
 @each_scorer
-def test_nothing_grows_with_the_number_of_slices(what: str) -> None:
+def test_case_1_6_nothing_grows_with_the_number_of_slices(what: str) -> None:
     few, many = (head_of(1024, vocab, torch.bfloat16, "meta") for vocab in (4096, 32_768))
     of_few, of_many = (held(head, what) for head in (few, many))
     more = many.weight.nbytes - few.weight.nbytes

@@ -28,10 +28,9 @@ from compact_logits.integrations import slime, verl
 from compact_logits.integrations.slime.batch import CheckedIterator
 from compact_logits.integrations.slime.replay import top_p_mask
 from compact_logits.integrations.torchforge import compute_logprobs_from_hidden
-from compact_logits.rows import packed
 from compact_logits.megatron import Request
 from compact_logits.memory import HeadSize, simulate
-from compact_logits.rows import RowSelection
+from compact_logits.rows import RowSelection, packed
 from compact_logits.scorers.top_p import TopPMask
 from tests.support.ranks import RankPool
 from tests.support.slime_stand_in import run_arguments, slime_stand_in

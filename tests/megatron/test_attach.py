@@ -148,7 +148,7 @@ def logs(rank: int, world: int) -> None:
         logger.removeHandler(handler)
     assert said == [
         "full path: the output layer uses gather_output",
-        "full path: the hidden states are (56, 1, 32), asked was (rows, 2, hidden)",
+        "full path: the hidden states are (56, 1, 32), and the request is for (rows, 2, hidden)",
     ]
 
 

@@ -56,7 +56,7 @@ def counted(rank: int, world: int) -> None:
             call(model, micros[0], marked(micros[0], batch=batch)[0])
         found = metrics_of(model).take().metrics()
         assert found == json.loads(json.dumps(found))
-        reason = "the_hidden_states_are_asked_was_rows_hidden"
+        reason = "the_hidden_states_are_and_the_request_is_for_rows_hidden"
         assert found == {
             "compact_logits/micro_batches": 3,
             "compact_logits/rows": 168,

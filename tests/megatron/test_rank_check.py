@@ -53,7 +53,7 @@ REQUESTS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "entropy": ({}, {"entropy": "loss"}, "the entropy, batch size"),
     "batch": ({}, {"batch": 2}, "the entropy, batch size"),
     "sum_p2": ({}, {"sum_p2": True}, "the entropy, batch size"),
-    "vocab_size": ({"vocab_size": 96}, {"vocab_size": 95}, "vocabulary size asked for of rank 1"),
+    "vocab_size": ({"vocab_size": 96}, {"vocab_size": 95}, "or vocabulary size of rank 1"),
     "top-p sets": ({"top_p": top_p(3)}, {"top_p": top_p(4)}, "the recorded top-p sets of rank 1"),
     "one without top-p sets": ({"top_p": top_p(3)}, {}, "the recorded top-p sets of rank 1"),
 }

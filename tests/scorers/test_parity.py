@@ -113,7 +113,7 @@ def test_no_rows_are_still_attached(what: str, dtype: torch.dtype) -> None:
 
 @each_scorer
 @pytest.mark.parametrize("frozen", ["hidden", "weight", "bias", "hidden weight", "hidden bias", "weight bias"])
-def test_frozen_inputs_get_no_gradient(what: str, frozen: str) -> None:
+def test_case_3_8_frozen_inputs_get_no_gradient(what: str, frozen: str) -> None:
     head = Head.random(13, 6, 133, bias=True)
     names = ("hidden", "weight", "bias")
     plain, truth = head.plain(what), head.truth(what)
@@ -132,7 +132,7 @@ def backward(head: Head, outputs: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("what", ["loss", "top_p", "tail"])
-def test_gradcheck(what: str) -> None:
+def test_case_2_5_gradcheck(what: str) -> None:
     head = Head.random(5, 4, 97, FP64, bias=True, temperature="rows", seed=1)
     leaves = [t.clone().requires_grad_() for t in (head.hidden, head.weight, head.bias)]
 
@@ -151,7 +151,7 @@ def test_a_wrong_result_would_be_seen(name: str) -> None:
         assert_as_good_as_plain(ours, head.plain(), head.truth())
 
 
-def test_every_budget_gives_the_same() -> None:
+def test_case_1_8_every_budget_gives_the_same() -> None:
     head = Head.random(24, 8, 500, FP64)
     whole = head.compact()
     for count, columns in ((8, 0), (4, 256), (3, 384), (1, 1200)):
@@ -161,7 +161,7 @@ def test_every_budget_gives_the_same() -> None:
             torch.testing.assert_close(value, whole[name], rtol=0, atol=1e-12)
 
 
-def test_errors_of_gradients_do_not_grow_with_the_slices() -> None:
+def test_case_3_5_errors_of_gradients_do_not_grow_with_the_slices() -> None:
     """That of the hidden states is summed in fp32, a row of the weight's is one product."""
     head = Head.random(64, 16, 2**13, BF16)
     one, many, truth = head.compact("none"), head.compact("none", chunk_bytes=1), head.truth("none")
@@ -189,7 +189,7 @@ def test_a_bias_is_rounded_with_the_product_as_in_a_linear_layer() -> None:
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
-def test_autocast_computes_the_product_in_its_dtype(dtype: torch.dtype) -> None:
+def test_case_11_5_autocast_computes_the_product_in_its_dtype(dtype: torch.dtype) -> None:
     head = Head.random(31, 16, 140, bias=True)
     with torch.autocast("cpu", dtype=dtype):
         ours, plain = head.compact(chunk_bytes=1), head.plain()

@@ -10,11 +10,10 @@ from torch import Tensor
 
 from compact_logits import reference
 from compact_logits.cli.cpu_model import build_gpt, packed_seq_params, sum_gradients
-from compact_logits.rows import Layout, contiguous, packed, zigzag
 from compact_logits.megatron import Request, attach, mark
 from compact_logits.megatron.attach import gpt_model_of
 from compact_logits.megatron.kept_rows import ContextShare
-from compact_logits.rows import RowSelection
+from compact_logits.rows import Layout, RowSelection, contiguous, packed, zigzag
 from compact_logits.scorers.log_prob_scorer import Entropy
 
 __all__ = ["MASKS", "VOCAB", "Cut", "Micro", "compact_pass", "full_pass", "micro_batch"]

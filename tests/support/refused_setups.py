@@ -141,7 +141,9 @@ _CALLS = {
     ),
     "capturing": Case("captured in a CUDA graph", _capturing, direct=True),
     "another batch": Case(
-        r"the hidden states are \(56, 1, 32\), asked was \(rows, 2, hidden\)", _arguments(), lambda micro: {"batch": 2}
+        r"the hidden states are \(56, 1, 32\), and the request is for \(rows, 2, hidden\)",
+        _arguments(),
+        lambda micro: {"batch": 2},
     ),
     "another row count": Case("the model has 48 rows and the loss mask was marked for 56", _fewer_rows, direct=True),
     "another dtype": Case(
@@ -162,7 +164,7 @@ if NATIVE:
         ),
     }
 else:
-    _CALLS["MuP"] = Case("where this version has no seam", _settings(use_mup=True, mup_output_mult=0.25))
+    _CALLS["MuP"] = Case("where this version has no output processor", _settings(use_mup=True, mup_output_mult=0.25))
     if not TAKES_MTP_KWARGS:
         _CALLS["multi-token prediction"] = Case("multi-token prediction shares", _settings(mtp_num_layers=1))
 

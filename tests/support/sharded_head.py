@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from compact_logits import VocabShard, reference
+from compact_logits import VocabShard
 from tests.support.linear_head import Head
 
-__all__ = ["of_rank", "shard_of", "whole", "with_partial_sums"]
+__all__ = ["of_rank", "shard_of", "whole"]
 
 
 def shard_of(rank: int, cuts: list[int]) -> VocabShard:
@@ -36,17 +34,3 @@ def whole(results: list[dict[str, Any]]) -> dict[str, Any]:
             assert all(torch.equal(first[name], other[name]) for other in others), f"{name} differs between ranks"
     joined = {n: torch.cat([r[n] for r in results]) for n in ("d_weight", "d_bias") if n in first}
     return {name: joined.get(name, first[name]) for name in first}
-
-
-def with_partial_sums(head: Head, cuts: list[int], entropy: str) -> dict[str, Tensor | None]:
-    """The plain path, its gradient of `hidden` summed over the slices in the model's dtype, as an all-reduce does."""
-    results = head.plain(entropy)
-    bias = 0 if head.bias is None else head.bias
-    logits = (head.hidden @ head.weight.T + bias).requires_grad_()
-    log_prob, of_row = reference.log_probs(logits, head.targets, temperature=head.temperature)
-    loss = log_prob @ head.d_log_probs + (of_row @ head.d_entropy if entropy == "loss" else 0.0)
-    (d_logits,) = torch.autograd.grad(loss, logits)
-    d_hidden = torch.zeros_like(head.hidden)
-    for start, stop in pairwise(cuts):
-        d_hidden += d_logits[:, start:stop] @ head.weight[start:stop]
-    return results | {"d_hidden": d_hidden}

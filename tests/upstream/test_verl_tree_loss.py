@@ -1,4 +1,4 @@
-"""verl's own loss, from its source tree: the scalar, its metrics and its training stay what they are without us."""
+"""verl's own loss, from its source tree: the scalar, its metrics and its training are what they are without us."""
 
 from __future__ import annotations
 

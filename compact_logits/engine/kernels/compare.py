@@ -78,7 +78,8 @@ def _error_of_stats(
         # Where a row has NaN, its sums say so; the maximum need not.
         known = truth[:, 1:].isfinite().all(dim=1)
         errors.append(_error(got[:, 1:], truth[:, 1:], torch.float32))
-        errors.append(_error(*(each[:, 0].masked_fill(~known, 0.0) for each in (got, truth)), torch.float32))
+        maximum, largest = (each[:, 0].masked_fill(~known, 0.0) for each in (got, truth))
+        errors.append(_error(maximum, largest, torch.float32))
     return float(torch.stack(errors).max())
 
 

@@ -39,6 +39,8 @@ def combine_stats(
     With `M = max_i m_i` and `w_i = exp(m_i - M)`: `S = sum_i w_i s_i`, the moment `sum_i w_i (u_i + (m_i - M) s_i)` and
     the squares `sum_i w_i^2 q_i`; the online softmax of Milakov and Gimelshein (arXiv:1805.02867), with its moment.
     """
+    if parts.shape[0] == 1:
+        return parts[0]
     maximum = parts[:, :, 0].amax(dim=0)
     shift = parts[:, :, 0] - maximum.masked_fill(maximum == -torch.inf, 0.0)
     weight = shift.exp()

@@ -23,7 +23,7 @@ def row_stats_(stats: Tensor, logits: Tensor, inverse_temperature: Tensor, momen
         maximum = z.amax(dim=1)
         z.sub_(maximum.masked_fill(maximum == -torch.inf, 0.0)[:, None])
         exp = z.exp() if moment else z.exp_()
-        # Summed in fp64: where a row has nearly all probability at one id, the sum's rounding is all its entropy's error.
+        # Summed in fp64: where one id has nearly all probability, the sum's rounding is all the entropy's error.
         columns = [maximum.double(), exp.sum(dim=1, dtype=torch.float64)]
         if moment:
             columns.append(z.clamp_(min=LEAST_EXPONENT).mul_(exp).sum(dim=1, dtype=torch.float64))

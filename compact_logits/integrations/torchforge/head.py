@@ -30,7 +30,7 @@ def through_head(
     """Call `head(hidden)` with `score(hidden, weight, bias)` in the place of its `forward`.
 
     The hooks see an ordinary call: before it FSDP2 gathers the weight and tensor parallelism lays out `hidden`, after
-    it FSDP2 arms itself for backward. Raises `InputError`, before anything is called, for a head that computes more
+    it FSDP2 prepares for backward. Raises `InputError`, before anything is called, for a head that computes more
     than a linear layer, and after it where a hook has changed the result.
     """
     _check_plain(head)

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from compact_logits.engine.dtensor import VocabPlacement, chunk_bounds
-from compact_logits.errors import InputError
 from compact_logits.engine.row_gather import SequenceSharded
 from compact_logits.engine.vocab_shard import VocabShard
+from compact_logits.errors import InputError
 
 __all__ = ["HeadPlacement", "Positions"]
 

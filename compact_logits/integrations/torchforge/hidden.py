@@ -1,4 +1,4 @@
-"""The same log-probs from hidden states: the rows that predict the ids are projected, and no logits are held."""
+"""The same log-probs from hidden states: only the rows that predict the ids are projected."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def compute_logprobs_from_hidden(
     chunk_bytes: int | None = None,
     check_ranks: bool | None = None,
 ) -> Tensor:  # (batch, target positions) fp32
-    """`compute_logprobs(hidden @ lm_head_weight.T, input_ids, temperature, align)`, the logits never being held.
+    """`compute_logprobs(hidden @ lm_head_weight.T, input_ids, temperature, align)`, without all the logits in memory.
 
     Only the positions that predict an id are projected, slice by slice of the vocabulary, of which at most
     `chunk_bytes` are held (default: 1 GiB on a GPU, 256 MiB on a CPU); the product is in the dtype of `hidden`,

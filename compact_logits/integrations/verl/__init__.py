@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from compact_logits.config import Config
-from compact_logits.errors import PatchError
 from compact_logits.diagnostics import Diagnostic
+from compact_logits.errors import PatchError
 
 if TYPE_CHECKING:
     from compact_logits.integrations.verl.installation import Installation
@@ -59,11 +59,12 @@ def check() -> list[Diagnostic]:
     """What is on, off or refused in this process, and why. Changes nothing and installs nothing."""
     config = Config.from_env(os.environ)
     if _installation is not None:
-        findings = [Diagnostic("verl", "on", f"installed, COMPACT_LOGITS={config.mode}")]
+        proven = f"proven: {'; '.join(SUPPORTED)}"
+        found = [Diagnostic("verl", "on", f"installed, COMPACT_LOGITS={config.mode}")]
         if _installation.tail_mode.native:
             reason = "this verl has a loss mode forward_kl_topk_tail of its own, which keeps its own path"
-            findings.append(Diagnostic("verl forward_kl_topk_tail", "refused", reason, f"proven: {'; '.join(SUPPORTED)}"))
-        return findings
+            found.append(Diagnostic("verl forward_kl_topk_tail", "refused", reason, proven))
+        return found
     if importlib.util.find_spec("verl") is None:
         return [Diagnostic("verl", "off", "verl is not on this Python's path", "run this where verl is installed")]
     if not config.enabled:
@@ -79,7 +80,7 @@ def check() -> list[Diagnostic]:
 
 
 def __getattr__(name: str) -> object:
-    """`plugin`, the object of the entry point: to load it is to ask for the installation, which importing is not."""
+    """`plugin`, the object of the entry point: loading it requests the installation, importing the module does not."""
     global _cancel
     if name != "plugin":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

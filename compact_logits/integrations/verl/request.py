@@ -48,7 +48,9 @@ class Request:
         rows = getattr(loss_config, "chunked_topk_chunk_size", None) if chunked else None
         chunk_rows = as_index(rows)
         if rows is not None and (chunk_rows is None or chunk_rows < 1):
-            raise ConfigError(f"chunked_topk_chunk_size must be a positive whole number of tokens, got {describe(rows)}")
+            raise ConfigError(
+                f"chunked_topk_chunk_size must be a positive whole number of tokens, got {describe(rows)}"
+            )
         return cls(
             wants_tail=wants_tail,
             tail_mass_eps=tail_mass_eps(loss_config) if wants_tail else cls.tail_mass_eps,

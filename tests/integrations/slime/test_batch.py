@@ -121,7 +121,7 @@ def read(modules: dict[str, ModuleType], tokens: Any, logits: Tensor, **changed:
 def answered(modules: dict[str, ModuleType]) -> tuple[TokenList, Tensor]:
     tokens = batch_of(modules, samples())["unconcat_tokens"]
     tokens.request.outcome = Outcome("compact")
-    return tokens, tokens.request.give(torch.arange(24, dtype=torch.float32).view(1, 12, 2).requires_grad_())
+    return tokens, tokens.request.set_output(torch.arange(24, dtype=torch.float32).view(1, 12, 2).requires_grad_())
 
 
 def test_the_consumer_cuts_the_answer_into_responses(modules: dict[str, ModuleType]) -> None:

@@ -16,6 +16,7 @@ from tests.support.rank_calls import DIFFERENT, REMEDY
 from tests.support.ranks import RankPool, run_ranks
 from tests.support.verl_process import (
     MODULES,
+    VOCAB,
     installed,
     loss_config,
     micro_batch,
@@ -154,6 +155,42 @@ def test_with_the_micro_batch_at_hand_the_rows_it_reads_are_computed_and_no_othe
         assert not ours[0][name][~read].any() and dense[0][name][~read].any(), name
     torch.testing.assert_close(ours[1][read], dense[1][read], rtol=1e-5, atol=1e-7)
     assert not ours[1][~read].any()
+
+
+def budget_of(rank: int, world: int, budget: str | None, dtype: torch.dtype, settings: dict[str, Any]) -> list[int]:
+    """The bytes of logits that the KL may copy at a time."""
+    start()
+    os.environ.pop("COMPACT_LOGITS_CHUNK_BYTES", None)
+    if budget is not None:
+        os.environ["COMPACT_LOGITS_CHUNK_BYTES"] = budget
+    request, budgets = importlib.import_module("compact_logits.integrations.verl.request"), []
+    topk_kl = request.topk_kl
+    request.topk_kl = lambda *args, **kwargs: budgets.append(kwargs["chunk_bytes"]) or topk_kl(*args, **kwargs)
+    try:
+        with installed() as (_, megatron, workers, _):
+            logits, batch = packed_logits(megatron).to(dtype), micro_batch()
+            teacher = batch["teacher_logprobs"], batch["teacher_ids"]
+            megatron.compute_forward_kl_topk(logits, *teacher, loss_config(workers, **settings), "thd")
+    finally:
+        request.topk_kl = topk_kl
+        os.environ.pop("COMPACT_LOGITS_CHUNK_BYTES", None)
+    return budgets
+
+
+@pytest.mark.parametrize(
+    ("budget", "dtype", "settings", "expected"),
+    [
+        (None, torch.bfloat16, {}, 256 * 2**20),  # the default of a CPU
+        (None, torch.bfloat16, {"use_chunked_topk": True, "chunked_topk_chunk_size": 3}, 3 * VOCAB * 2),
+        (None, torch.float32, {"use_chunked_topk": True, "chunked_topk_chunk_size": 3}, 3 * VOCAB * 4),
+        ("100", torch.float32, {"use_chunked_topk": True, "chunked_topk_chunk_size": 3}, 100),
+        ("100", torch.float32, {"chunked_topk_chunk_size": 3}, 100),
+    ],
+)
+def test_the_smaller_of_our_budget_and_verls_own_bound_on_tokens(
+    pool: RankPool, budget: str | None, dtype: torch.dtype, settings: dict[str, Any], expected: int
+) -> None:
+    assert pool.run(1, budget_of, budget, dtype, settings) == [[expected]]
 
 
 def whole_loss(rank: int, world: int) -> Any:

@@ -1,6 +1,6 @@
 """Run every recipe on both paths in each layout of the feature table, and write down how it fared.
 
-`SLIME_ROOT=... MEGATRON_ROOT=... python -m tests.upstream.slime [LAYOUT ...]`; with layouts, numbered from 0, those alone
+`SLIME_ROOT=... MEGATRON_ROOT=... python -m tests.upstream.slime [LAYOUT ...]`; with layouts, by number from 0, only those
 are run, and the other columns stay as they are. Ends with 1 where the two paths differ, and then writes nothing.
 """
 
@@ -11,9 +11,9 @@ from contextlib import closing
 
 from compact_logits.cli.slime_features import FEATURES, Feature, Features
 from compact_logits.integrations.slime import SUPPORTED
+from tests.support.ranks import RankPool
 from tests.upstream.slime.recipes import EXTREME, RECIPES, REFUSED, TABLE_LAYOUTS
 from tests.upstream.slime.verdicts import verdicts
-from tests.support.ranks import RankPool
 
 
 def main(chosen: list[int]) -> int:

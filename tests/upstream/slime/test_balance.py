@@ -6,13 +6,13 @@ from unittest.mock import patch
 
 import pytest
 
-from compact_logits import balance
+from compact_logits.engine import balance
+from tests.support.ranks import RankPool
 from tests.upstream.slime.compare import EQUAL
 from tests.upstream.slime.recipes import LAYOUTS, RECIPES, Layout, Recipe
 from tests.upstream.slime.runs import both_paths
 from tests.upstream.slime.tree import needs_trees
 from tests.upstream.slime.verdicts import verdicts
-from tests.support.ranks import RankPool
 
 pytestmark = needs_trees
 

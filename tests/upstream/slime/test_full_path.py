@@ -7,12 +7,12 @@ from itertools import combinations
 import pytest
 import torch
 
+from tests.support.ranks import RankPool
 from tests.upstream.slime.compare import Tolerance, differences
 from tests.upstream.slime.harness import Result
 from tests.upstream.slime.recipes import LAYOUTS, RECIPES, REFUSED, Layout, Recipe
 from tests.upstream.slime.runs import full_path, sequences_alone
 from tests.upstream.slime.tree import needs_trees
-from tests.support.ranks import RankPool
 
 pytestmark = needs_trees
 

@@ -13,12 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.support.ranks import RankError, RankPool
 from tests.upstream.slime.compact_path import compact_path
 from tests.upstream.slime.compare import EQUAL, Tolerance, verdict
 from tests.upstream.slime.harness import Result, run_recipe, world_of
 from tests.upstream.slime.recipes import RECIPES, Layout, Recipe
 from tests.upstream.slime.tree import needs_trees
-from tests.support.ranks import RankError, RankPool
 
 pytestmark = needs_trees
 
@@ -31,21 +31,19 @@ def reusing_slime_s_function(args: Namespace) -> Iterator[None]:
     from megatron.core import parallel_state
     from slime.utils.ppo_utils import calculate_log_probs_and_entropy
 
-    from compact_logits.megatron import output_layer
+    from compact_logits.megatron import Outcome, output_layer
     from compact_logits.rows import scatter
-    from compact_logits.scorers.log_prob_scorer import LogProbScorer
-    from compact_logits.engine.vocab_shard import VocabShard
 
-    def answer(head: Any, hidden: Tensor, weight: Tensor, request: Any, logit_scale: float) -> Any:
+    def scalars_of(head: Any, hidden: Tensor, weight: Tensor, request: Any, logit_scale: float) -> Any:
         kept = request.selection.indices
         logits = F.linear(hidden[kept, 0], weight).float()
         group = parallel_state.get_tensor_model_parallel_group()
         both = calculate_log_probs_and_entropy(logits, request.selection.targets, group, with_entropy=True)
         scalars = torch.stack([each.reshape(-1) for each in both], dim=1)
-        scorer = LogProbScorer(request.selection.targets, VocabShard(0, weight.shape[0]), 1.0, "loss")
-        return scatter(scalars, kept, request.selection.num_rows)[:, None], scorer, len(kept)
+        outcome = Outcome("compact", projected_rows=len(kept))
+        return scatter(scalars, kept, request.selection.num_rows)[:, None], outcome
 
-    with patch.object(output_layer, "_answer", answer), compact_path(args):
+    with patch.object(output_layer, "_scalars", scalars_of), compact_path(args):
         yield
 
 

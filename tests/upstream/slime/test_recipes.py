@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.support.ranks import RankPool
 from tests.upstream.slime.compare import EQUAL, Tolerance, verdict
 from tests.upstream.slime.recipes import EXTREME, LAYOUTS, PIPELINES, RECIPES, REFUSED, Layout
 from tests.upstream.slime.runs import with_a_row_lost, with_wild_values_left
 from tests.upstream.slime.tree import needs_trees
 from tests.upstream.slime.verdicts import verdicts
-from tests.support.ranks import RankPool
 
 pytestmark = needs_trees
 

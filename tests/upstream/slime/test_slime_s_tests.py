@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.upstream.slime.tree import needs_trees
 from tests.support.source_tree import ROOT
+from tests.upstream.slime.tree import needs_trees
 
 pytestmark = needs_trees
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from tests.support.ranks import RankPool
 from tests.upstream.slime.compare import Tolerance, verdict
 from tests.upstream.slime.recipes import Layout, Recipe
 from tests.upstream.slime.runs import both_paths
-from tests.support.ranks import RankPool
 
 __all__ = ["verdicts"]
 

@@ -191,3 +191,28 @@ def test_case_6_2_a_padded_vocabulary_counts_unless_its_bias_masks_it() -> None:
     (masked.log_probs + masked.entropy).sum().backward()
     assert bool((weight.grad[3] == 0).all()) and bias.grad[3].item() == 0.0
     assert bool(torch.isfinite(weight.grad).all()) and bool(torch.isfinite(bias.grad).all())
+
+
+def test_case_9_4_a_bias_and_its_gradient() -> None:
+    # The identity as the head: its logits are the hidden states.
+    bias = torch.tensor([0.0, 0, 0, 1], requires_grad=True)
+    result = linear_log_probs(torch.tensor([[0.0, 1, 2, 3]]), torch.eye(4), torch.tensor([3]), bias=bias)
+    result.log_probs.sum().backward()
+    assert result.log_probs.item() == pytest.approx(-0.1851825, abs=1e-6)
+    expected = torch.tensor([0.0, 0, 0, 1]).double() - torch.tensor([0.0, 1, 2, 4]).double().softmax(0)
+    torch.testing.assert_close(bias.grad.double(), expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_case_2_2_entropy_is_the_same_before_and_after_log_prob(dtype: torch.dtype) -> None:
+    logits = torch.tensor([[0.0, 1, 2, 3]], dtype=dtype).requires_grad_()
+    head, target = torch.eye(4, dtype=dtype), torch.tensor([3])
+    for score in (
+        lambda **asked: log_probs(logits, target, **asked),
+        lambda **asked: linear_log_probs(logits, head, target, **asked),
+    ):
+        for grad in (True, False):
+            with torch.set_grad_enabled(grad):
+                before, alone, after = score(entropy="loss").entropy, score().log_probs, score(entropy="loss").entropy
+            assert alone.item() == pytest.approx(-0.4401897, abs=1e-6)
+            assert before.item() == after.item() == pytest.approx(0.9475370, abs=1e-6)
