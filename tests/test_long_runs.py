@@ -21,7 +21,7 @@ from compact_logits import VocabShard, linear_log_probs, log_probs
 from compact_logits.cli.cpu_model import build_gpt, cpu_megatron
 from compact_logits.integrations import megatron_rl, slime, torchforge
 from compact_logits.megatron import Request, attach, detach, mark
-from compact_logits.megatron.output_layer import armed
+from compact_logits.megatron.output_layer import compact_output_layer
 from compact_logits.rows import RowSelection, packed
 from tests.support.gpt_paths import VOCAB, Cut, micro_batch
 from tests.support.marked_gpt import call, objective
@@ -118,14 +118,14 @@ def test_a_leak_of_one_micro_batch_in_a_hundred_would_be_seen() -> None:
 
 
 def heads_in_ranks(rank: int, world: int, count: int) -> tuple[int, int]:
-    """The output layer of a GPTModel with sequence parallelism, armed anew for each micro-batch."""
+    """The output layer of a GPTModel with sequence parallelism, overridden anew for each micro-batch."""
     with cpu_megatron(rank, world, tp=world):
         head = build_gpt(tp=world, vocab=WIDE, hidden=HIDDEN, layers=1, sequence_parallel=True).output_layer
 
         def step(index: int) -> None:
             selection, rows = random_layout(index, multiple=world)
             hidden = torch.randn(rows // world, 1, HIDDEN, requires_grad=True)
-            with armed(head, Request(selection, entropy="loss", chunk_bytes=CHUNK_BYTES)):
+            with compact_output_layer(head, Request(selection, entropy="loss", chunk_bytes=CHUNK_BYTES)):
                 answer, _ = head(hidden)
             answer.sum().backward()
             head.weight.grad = None
@@ -249,7 +249,7 @@ def of_a_micro_batch(rank: int, world: int) -> list[str]:
 
         alive = []
         for end in ("trained", "forgotten", "failed"):
-            run(end)  # what is made once stays
+            run(end)  # what is made once is left
             gc.collect()
             gc.disable()
             try:

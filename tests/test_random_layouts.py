@@ -36,9 +36,9 @@ def test_one_process(example: Example) -> None:
 
 
 def test_ranks(rank_pool: RankPool) -> None:
-    told: list[str] = []
-    result = soak(120, 1, rank_pool, told.append)
-    assert result["mismatches"] == 0, "\n".join(told)
+    reports: list[str] = []
+    result = soak(120, 1, rank_pool, reports.append)
+    assert result["mismatches"] == 0, "\n".join(reports)
     assert result["examples"] == 120 and result["rows_compared"] > 300
     assert set(result["world"]) == {"1", "2", "3", "4"}
 
@@ -151,14 +151,14 @@ def run_with_fault(name: str, rank: int, world: int, batch: list[Example]) -> li
 @pytest.mark.once
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_found(rank_pool: RankPool, name: str) -> None:
-    told: list[str] = []
+    reports: list[str] = []
     # Most show at once, and none may stay hidden in ten thousand.
     for count, seed in ((40, 2), (160, 3), (640, 4)):
-        found = soak(count, seed, rank_pool, told.append, partial(run_with_fault, name))["mismatches"]
+        found = soak(count, seed, rank_pool, reports.append, partial(run_with_fault, name))["mismatches"]
         if found:
             break
     assert found
-    first = next(line for line in told if line.startswith("mismatch: "))
+    first = next(line for line in reports if line.startswith("mismatch: "))
     assert Example.loads(first.partition("--example '")[2].rstrip("'")).seed >= 0
     assert "Error" not in first, "a wrong number is what is sought, not a fault that cannot run"
 

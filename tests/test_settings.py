@@ -42,9 +42,9 @@ def test_a_switch_is_true_or_false(name: str, flag: str) -> None:
     for value, text in NO_FLAGS:
         if value is None and flag == "check_ranks":  # for a group's first call
             continue
-        said = message(lambda value=value: CALLS[name](**{flag: value}))
-        assert said.startswith(f"{flag} must be True or False, got {text}")
-        assert said.endswith("; pass one of the two")
+        error = message(lambda value=value: CALLS[name](**{flag: value}))
+        assert error.startswith(f"{flag} must be True or False, got {text}")
+        assert error.endswith("; pass one of the two")
 
 
 @pytest.mark.parametrize("name", ["log_probs", "linear_log_probs", "request", "size"])
@@ -52,8 +52,8 @@ def test_a_switch_is_true_or_false(name: str, flag: str) -> None:
     ("value", "text"), [("on", "'on'"), (True, "True"), (None, "None"), (["loss"], "\"['loss']\" of list")]
 )
 def test_a_choice_is_one_of_its_words(name: str, value: object, text: str) -> None:
-    said = message(lambda: CALLS[name](entropy=value))
-    assert said == f"entropy must be 'none', 'metric' (value without graph) or 'loss', got {text}"
+    error = message(lambda: CALLS[name](entropy=value))
+    assert error == f"entropy must be 'none', 'metric' (value without graph) or 'loss', got {text}"
 
 
 TEMPERED = [name for name in CALLS if name not in ("policy", "verl")]
@@ -121,9 +121,9 @@ def test_bounds_of_the_kl_are_numbers_in_their_range(name: str) -> None:
 
 
 def test_a_share_is_a_number() -> None:
-    said = "the density is a share of the log-probs, from 0 to 1, got "
+    error = "the density is a share of the log-probs, from 0 to 1, got "
     for value, text in ((10**400, "an int of some 401 digits"), ("all", "'all'"), (1.5, "1.5"), (True, "True")):
-        assert message(lambda value=value: CALLS["policy"](density=value)) == said + text
+        assert message(lambda value=value: CALLS["policy"](density=value)) == error + text
 
 
 def whole_values(tree: ast.AST) -> list[str]:

@@ -1,3 +1,3 @@
-"""Per-row scalars of hidden states or logits: one loop over slices of the vocabulary, whatever is computed of a row."""
+"""Per-row scalars of hidden states or logits, computed by one loop over slices of the vocabulary."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Equal shares of the kept rows for ranks that hold the same slice of the vocabulary, as context-parallel ranks do."""
+"""Balance the kept rows between ranks that hold the same slice of the vocabulary, such as context-parallel ranks."""
 
 from __future__ import annotations
 
@@ -21,21 +21,22 @@ if TYPE_CHECKING:
 
 __all__ = ["Balanced", "Transfers", "pays", "return_rows"]
 
-# The busiest rank must lose a tenth of its rows: what moves costs two exchanges of hidden states in each direction.
+# The busiest rank must lose a tenth of its rows: the exchange costs an all-to-all of hidden states in forward, another
+# in backward.
 _LEAST_GAIN = 0.1
 
 
 def pays(
     counts: Sequence[int],  # kept rows of each rank
 ) -> bool:
-    """Whether equal shares would take at least a tenth of its rows off the busiest rank."""
+    """Whether balancing takes at least a tenth of its rows off the busiest rank."""
     busiest, share = max(counts), -(-sum(counts) // len(counts))
     return busiest - share >= _LEAST_GAIN * busiest > 0
 
 
 @dataclass(frozen=True)
 class Transfers:
-    """`rows[i][j]` consecutive rows of rank `i`, in the order of `j`, are projected by rank `j`."""
+    """Rank `j` projects `rows[i][j]` consecutive rows of rank `i`. Rank `i` sends its rows in the order of `j`."""
 
     rows: tuple[tuple[int, ...], ...]
 
@@ -44,7 +45,7 @@ class Transfers:
         cls,
         counts: Sequence[int],  # rows of each rank
     ) -> Transfers:
-        """Shares that differ by one row at most, the larger ones on the lower ranks; no row moves without need."""
+        """Row counts that differ by at most one, the larger ones on the lower ranks. A rank sends only its surplus."""
         ranks, total = len(counts), sum(counts)
         shares = [total // ranks + (rank < total % ranks) for rank in range(ranks)]
         moves = [[0] * ranks for _ in range(ranks)]
@@ -68,15 +69,15 @@ class Transfers:
         return list(self.rows[rank])
 
     def received(self, rank: int) -> list[int]:
-        """How many rows the rank has afterwards from each rank, in their order."""
+        """How many rows the rank has afterwards from each rank, in rank order."""
         return [row[rank] for row in self.rows]
 
     def parts(
         self,
         rank: int,
-        of_ranks: Sequence[Tensor],  # per rank its (rows, ...), known here
+        of_ranks: Sequence[Tensor],  # (rows, ...) of each rank
     ) -> list[Tensor]:
-        """What the rank has afterwards, from each rank, of values that need not be sent because all ranks know them."""
+        """The rank's values afterwards, from each rank. No collective: all ranks know all values."""
         starts = [sum(row[:rank]) for row in self.rows]
         return [
             values[start : start + row[rank]] for values, start, row in zip(of_ranks, starts, self.rows, strict=True)
@@ -85,10 +86,10 @@ class Transfers:
 
 @dataclass(frozen=True)
 class Balanced:
-    """The rows of `inner`, after the ranks of `group` have evened out theirs.
+    """The rows of `inner`, after the ranks of `group` have exchanged rows to balance their counts.
 
     Collectives over `group`, beside those of `inner`: forward one all-to-all, backward one all-to-all, of hidden
-    states of the rows that change rank (a rank's own are only copied).
+    states of the rows that change rank.
     """
 
     inner: RowGather
@@ -113,11 +114,11 @@ class Balanced:
 
 
 def return_rows(
-    values: Tensor,  # (projected rows, ...): shard after shard, and of each what every rank sent
+    values: Tensor,  # (projected rows, ...), ordered by shard, then by sending rank
     group: ProcessGroup,
     shards: Sequence[Transfers],  # of each sequence-parallel shard
-) -> Tensor:  # (kept rows of this rank, ...), shard after shard, in the order they had
-    """Send what was computed of other ranks' rows back to them. Differentiable.
+) -> Tensor:  # (kept rows of this rank, ...), ordered by shard, each in its original order
+    """Return the results of other ranks' rows to these ranks. Differentiable.
 
     Collectives over `group`: forward one all-to-all, backward one all-to-all.
     """
@@ -132,9 +133,9 @@ def return_rows(
 
 
 def _regrouped(
-    values: Tensor,  # (rows, ...), outer after outer, in each inner after inner
+    values: Tensor,  # (rows, ...), ordered by outer, then inner
     sizes: Sequence[Sequence[int]],  # [outer][inner]
-) -> Tensor:  # (rows, ...), inner after inner, in each outer after outer
+) -> Tensor:  # (rows, ...), ordered by inner, then outer
     flat = [size for inner in sizes for size in inner]
     starts = [end - size for end, size in zip(accumulate(flat), flat, strict=True)]
     width = len(sizes[0])

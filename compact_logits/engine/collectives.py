@@ -1,4 +1,4 @@
-"""The two collectives that torch 2.13 renamed, by whichever name this torch has: there the older one warns."""
+"""The two collectives that torch 2.13 renamed, called by the name that this torch has. The old names warn there."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def start_reduce_scatter(
     received: Tensor,  # (rows, ...), contiguous
     sent: Tensor,  # (ranks * rows, ...), contiguous
     group: ProcessGroup,
-) -> Any:  # work, to be waited for
-    """Begin to fill `received` with this rank's part of the sum of what all ranks sent. One reduce-scatter."""
+) -> Any:  # the work handle
+    """Start to fill `received` with this rank's part of the sum over the ranks. One reduce-scatter."""
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     return scatter(received, sent, group=group, async_op=True)

@@ -1,4 +1,4 @@
-"""How a DTensor's vocabulary lies on its mesh: from its placements to this rank's slice, and back."""
+"""From a DTensor's placements to this rank's slice of the vocabulary, and back."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ __all__ = ["VocabPlacement", "chunk_bounds"]
 
 
 def chunk_bounds(size: int, chunks: int, index: int) -> tuple[int, int]:  # start, stop
-    """Where chunk `index` of a dimension of `size` stands by the rule of `torch.chunk` and `Shard`: all of one size,
-    but the last one that holds anything shorter, those behind it empty."""
+    """The bounds of one chunk by the rule of `torch.chunk` and `Shard`.
+
+    All chunks have one size, except that the last one with any entries may be shorter and those after it are empty.
+    """
     step = -(-size // chunks)
     return min(index * step, size), min((index + 1) * step, size)
 
@@ -48,8 +50,8 @@ class VocabPlacement:
     ) -> VocabPlacement:
         """Read where the vocabulary, dimension `dim`, lies; `row_dims` may be sharded as well. No collective.
 
-        Raises `InputError` for every placement that does not say so: `Partial`, two mesh axes over the vocabulary,
-        strided shards (what FSDP2 makes of a tensor-parallel weight), a shard of another dimension, a rank outside the
+        Raises `InputError` for all other placements: `Partial`, two mesh axes over the vocabulary, strided shards
+        (what FSDP2 makes of a tensor-parallel weight), a shard of another dimension, a rank outside the
         mesh, and a local tensor that is not the slice its placement gives.
         """
         mesh, dim, axis = tensor.device_mesh, dim % tensor.dim(), None
@@ -96,7 +98,7 @@ class VocabPlacement:
 
     @property
     def row_placements(self) -> tuple[Placement, ...]:
-        """Where per-row results lie: as the tensor, and alike on all ranks of the vocabulary's mesh axis."""
+        """The placements of per-row results: the tensor's, but replicated on the vocabulary's mesh axis."""
         return tuple(Replicate() if axis == self.axis else p for axis, p in enumerate(self.placements))
 
     def is_sharded(self, dim: int) -> bool:
@@ -105,12 +107,12 @@ class VocabPlacement:
 
     def local_rows(
         self,
-        rows: Tensor,  # (batch, positions), what each of the tensor's rows has one of
+        rows: Tensor,  # (batch, positions), one entry for each row of the tensor
         name: str,
     ) -> Tensor:  # (local batch, local positions)
-        """This rank's part of `rows`: of a DTensor what lies where the results lie, of a plain tensor all of it.
+        """This rank's part of `rows`: for a DTensor, by the placements of the results; for a plain tensor, all of it.
 
-        No collective: a replicated DTensor is cut, and one that would have to be gathered is an `InputError`.
+        No collective: a replicated DTensor is sliced, and one that would need a gather is an `InputError`.
         """
         if not isinstance(rows, DTensor):
             return rows

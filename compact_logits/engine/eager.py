@@ -1,4 +1,4 @@
-"""Functions that `torch.compile` calls as they are."""
+"""Functions that `torch.compile` does not trace."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ R = TypeVar("R")
 
 
 def eager(function: Callable[P, R]) -> Callable[P, R]:
-    """`torch.compiler.disable`, which costs a second when it is imported, asked for by traced calls alone.
+    """Apply `torch.compiler.disable`, but only in a traced call, since its import takes a second.
 
     A traced call breaks the graph; with `fullgraph=True`, torch raises its error of an unsupported function.
     """

@@ -1,4 +1,4 @@
-"""Hidden states to per-row scalars: the output projection, slice by slice of the vocabulary, and its gradients."""
+"""Hidden states to per-row scalars: the output projection and its gradients, slice by slice of the vocabulary."""
 
 from __future__ import annotations
 
@@ -34,22 +34,23 @@ def score_hidden(
     chunk_bytes: int | None = None,
     fp32_logits: bool = False,
 ) -> tuple[Tensor, ...]:  # the scorer's outputs, each (projected rows, ...)
-    """Run `scorer` over `hidden @ weight.T + bias`, of which `chunk_bytes` are held at a time (`vocab_slices`).
+    """Run `scorer` over `hidden @ weight.T + bias`, with `chunk_bytes` of logits in memory at a time (`vocab_slices`).
 
     `gather` says how local rows become the projected ones (default: the same rows on every rank of `group`, the
     vocabulary's group, or one rank where that is `None`). `weight_grad` says where the weight's gradient goes.
-    `fp32_logits` leaves out the rounding of 16-bit logits; `InputError` where the device has no such product.
+    `fp32_logits` keeps the logits of 16-bit inputs in fp32; `InputError` where the device has no such product.
 
-    Gradients have the dtypes of their inputs. That of the rows is summed over the slices in fp32 and rounded once; that
-    of each row of the weight is one product. Of padded columns (`scorer.shard`) both are exactly zero.
-    Memory: saved for backward are the projected rows, O(rows) scalars and the logits of as many slices as the budget
-    holds beside the one being formed; backward overwrites them. A second backward recomputes them.
+    Gradients have the dtypes of their inputs. The gradient of the rows is summed over the slices in fp32 and rounded
+    once. Each row of the weight's gradient is one product. Padded columns (outside `scorer.shard`) contribute nothing,
+    and their rows of the weight's gradient are exactly zero.
+    Memory: saved for backward are the projected rows, O(rows) scalars, and the logits of as many slices as fit the
+    budget beside the slice being computed. Backward overwrites these logits; a second backward recomputes them.
     Collectives: those of `gather` and of `scorer.merge`, whatever the number of slices and also with zero rows.
     """
     if gather is None:
         gather = Local() if group is None or group.size() == 1 else Replicated(group)
     dtype = unrounded_dtype(hidden) if fp32_logits else hidden.dtype
-    # Asked here: inside forward, needs_input_grad is true under no_grad as well.
+    # Computed here: inside forward, needs_input_grad is true under no_grad as well.
     keep = torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in (hidden, weight, bias))
     return _ScoreHidden.apply(hidden, weight, bias, scorer, gather, weight_grad, chunk_bytes, dtype, keep)
 
@@ -61,13 +62,13 @@ def slices_of(
     logits: torch.dtype,
     chunk_bytes: int | None,
 ) -> VocabSlices:
-    """How `score_hidden` cuts the vocabulary for so many projected rows."""
+    """How `score_hidden` cuts the vocabulary for `rows` projected rows."""
     columns, hidden = min(scorer.shard.size, weight.shape[0]), weight.shape[1]
     return vocab_slices(rows, columns, hidden, logits, weight.device, chunk_bytes)
 
 
 class _ScoreHidden(torch.autograd.Function):
-    """One node a micro-batch, so that DDP sees one gradient for the weight however many slices there were."""
+    """One autograd node for all slices, so that DDP sees one gradient of the weight."""
 
     @staticmethod
     def forward(
@@ -130,14 +131,14 @@ class _ScoreHidden(torch.autograd.Function):
                     torch.mm(d_logits, weight[columns], out=d_rows)
                 else:
                     add_product_(d_rows, d_logits, weight[columns])
-                if index == len(slices) - 1:  # the sum over the ranks runs beside the weight's last product
+                if index == len(slices) - 1:  # the reduction overlaps the weight's last product
                     reduced = ctx.gather.start_reduce(d_rows.to(rows.dtype))
             if d_weight is not None:
                 d_weight.add(columns, d_logits, rows)
             if d_bias is not None:
                 d_bias[columns] = d_logits.sum(dim=0, dtype=wide)
             del d_logits
-        if d_rows is not None and reduced is None:  # this rank has no columns, and its peers wait for it
+        if d_rows is not None and reduced is None:  # no rows or no columns here: other ranks wait
             reduced = ctx.gather.start_reduce(d_rows)
         return (
             None if reduced is None else reduced(),
@@ -152,14 +153,14 @@ def as_autocast(
     weight: Tensor,  # (vocab_local, hidden)
     bias: Tensor | None,  # (vocab_local,)
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The three in the dtype that a linear layer would compute in here: autocast's where it is on."""
+    """Cast the three to the dtype in which a linear layer would compute here: autocast's where it is on."""
     device_type = hidden.device.type
-    # Where a device has no autocast at all, as meta has none, to ask whether it is on is an error.
+    # For a device without autocast, such as meta, `is_autocast_enabled` raises.
     if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
         return hidden, weight, bias
     dtype = torch.get_autocast_dtype(device_type)
 
     def cast(tensor: Tensor) -> Tensor:
-        return tensor if tensor.dtype == torch.float64 else tensor.to(dtype)  # autocast passes fp64 by
+        return tensor if tensor.dtype == torch.float64 else tensor.to(dtype)  # autocast leaves fp64 alone
 
     return cast(hidden), cast(weight), None if bias is None else cast(bias)

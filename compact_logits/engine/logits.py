@@ -21,7 +21,7 @@ __all__ = ["rows_of", "score_logits"]
 def rows_of(
     logits: Tensor,  # (..., vocab_local)
 ) -> Tensor:  # (rows, vocab_local) or (batch, rows, vocab_local)
-    """One axis of rows, but two where the strides of the two let no view join them."""
+    """Join the leading axes to one axis of rows, but leave 3-D logits alone if their strides do not allow a view."""
     if logits.dim() == 3 and logits.shape[1] > 1 and logits.stride(0) != logits.shape[1] * logits.stride(1):
         return logits
     return rearrange(logits, "... vocab -> (...) vocab")
@@ -37,12 +37,13 @@ def score_logits(
 ) -> tuple[Tensor, ...]:  # the scorer's outputs, each (batch * rows of the window, ...)
     """Run `scorer` over the rows of `logits` in `window`, without writing to them.
 
-    `window` cuts the `rows` axis; the scorer's rows are those inside, batch by batch. Rows outside get zero gradient.
+    `window` selects from the `rows` axis; the scorer's rows are the selected ones, batch by batch. Other rows get zero
+    gradient.
 
-    Memory: saved for backward are the logits themselves and O(rows) scalars; backward adds their gradient, in their
-    dtype; with `overwrite` it puts the gradient where the logits are instead, which autograd then knows to be changed.
-    Where rows must be copied (a Tensor as window, a scorer that writes to logits, columns that are not adjacent), so
-    many at a time as take `chunk_bytes`. Collectives: those of `scorer.merge`.
+    Memory: saved for backward are the logits themselves and O(rows) scalars. Backward allocates the gradient, in the
+    logits' dtype. With `overwrite` it writes the gradient over the logits, and autograd sees that change.
+    Rows that must be copied (a Tensor as window, a scorer that writes to logits, columns that are not adjacent) are
+    copied `chunk_bytes` at a time. Collectives: those of `scorer.merge`.
     """
     assert not overwrite or isinstance(window, Tensor) or window == slice(None)
     return _ScoreLogits.apply(logits, scorer, window, overwrite, chunk_bytes)
@@ -74,7 +75,7 @@ class _ScoreLogits(torch.autograd.Function):
         logits, *rest = ctx.saved_tensors
         scorer, window = ctx.scorer, ctx.window
         grad, counted = scorer.logits_grad(tuple(rest[len(scorer.inputs) :]), grads), scorer.shard.size
-        copied = isinstance(window, Tensor)  # then blocks are copies, and come back row by row
+        copied = isinstance(window, Tensor)  # then blocks are copies, written back by index
         if ctx.overwrite:
             d_logits = logits.detach()
         elif copied:
@@ -99,10 +100,13 @@ def _blocks(
     window: slice | Tensor,
     chunk_bytes: int | None,
     *,
-    copied: bool = False,  # by the caller, block by block
+    copied: bool = False,  # whether the caller copies each block
 ) -> Iterator[tuple[Tensor, slice]]:
-    """Blocks of rows, and which of the scorer's rows each holds: views where the window is a slice, one for each
-    sequence of a batch, copies where it is a Tensor. What is copied takes `chunk_bytes` at a time."""
+    """Blocks of rows, and which of the scorer's rows each holds.
+
+    For a slice as window, blocks are views, and each is within one sequence of a batch. For a Tensor they are copies.
+    A block that is copied, here or by the caller, takes `chunk_bytes` at most, or one row.
+    """
     budget = default_budget(logits.device) if chunk_bytes is None else chunk_bytes
     height = max(budget // max(logits.shape[-1] * logits.element_size(), 1), 1)
     before = 0

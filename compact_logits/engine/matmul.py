@@ -14,7 +14,7 @@ __all__ = ["add_product_", "project", "unrounded_dtype"]
 
 logger = logging.getLogger("compact_logits")
 
-_WIDENED_BYTES = 8 * 2**20  # of a factor that is widened, at a time
+_WIDENED_BYTES = 8 * 2**20  # of a factor that is cast to fp32, at a time
 
 
 def unrounded_dtype(
@@ -73,8 +73,8 @@ def add_product_(
 def _fp32_products(factor: Tensor) -> str:
     """How 16-bit factors are multiplied and added to an fp32 sum here: `"addmm"`, `"baddbmm"` or `"none"`.
 
-    The `addmm` of torch 2.8 and 2.9 takes `out_dtype` and then refuses an fp32 sum. A meta tensor stands for one on a
-    GPU, as in a memory simulation; `baddbmm` with `out_dtype` refuses it.
+    The `addmm` of torch 2.8 and 2.9 takes `out_dtype` and then refuses an fp32 sum. Meta tensors count as
+    tensors on a GPU, for memory simulations; `baddbmm` with `out_dtype` refuses them.
     """
     version = tuple(map(int, torch.__version__.split(".")[:2]))
     if not (factor.is_cuda or factor.is_meta) or version < (2, 8):
@@ -89,7 +89,8 @@ def _add_widened_(
     left: Tensor,  # (m, k) 16 bits
     right: Tensor,  # (k, n) 16 bits
 ) -> None:
-    """The same with the factors cast to fp32, 8 MiB of each at a time, since they may be larger than all else."""
+    """`total += left @ right` with the factors cast to fp32, 8 MiB of each at a time: whole casts may need more memory
+    than the logits."""
     most = _WIDENED_BYTES // total.dtype.itemsize
     inner = max(most // max(right.shape[1], 1), 1)
     height = max(most // max(min(inner, left.shape[1]), 1), 1)

@@ -1,4 +1,4 @@
-"""Whether all ranks of a group make the same call, found out before any message whose size they could disagree on."""
+"""Compare the arguments of all ranks of a group before any collective whose size depends on them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ __all__ = [
 _INCREMENT = 0x9E3779B97F4A7C15 - 2**64
 _MULTIPLIER = 0xBF58476D1CE4E5B9 - 2**64
 
-# Whether a rank refuses its arguments, both ends of its shard, its least and largest id, and the facts of `compare`.
+# In the message: whether a rank rejects its arguments, its shard's start and stop, its smallest and largest id, and the
+# facts of `compare`.
 _NUMBERS = 14
 
 _compared: WeakSet[ProcessGroup] = WeakSet()
@@ -47,30 +48,30 @@ def compares(
     shard: VocabShard,
     check_ranks: object,  # True, False, or None for a group's first call
 ) -> bool:
-    """Whether the ranks of the shard's group compare their requests at the next call."""
+    """Whether the ranks of the shard's group compare their arguments at the next call."""
     if check_ranks is False or not shard.sharded:
         return False
     return check_ranks is not None or shard.group not in _compared
 
 
 class RankCheck:
-    """Context manager around the checks of one call's arguments: on exit, the ranks compare what each was asked.
+    """Context manager around the checks of one call's arguments: on exit, the ranks compare their arguments.
 
-    All ranks of the vocabulary's group raise the same `DisagreementError` where they were asked different things, or
-    where their shards do not cover the vocabulary once, and the same `InputError` where an id is in no shard. If any
-    rank rejects its arguments, every rank raises.
+    All ranks of the vocabulary's group raise the same `DisagreementError` if their arguments differ or if their shards
+    do not cover the vocabulary once, and the same `InputError` if an id is in no shard. If any rank rejects its
+    arguments with an `InputError`, every rank raises one.
 
-    `check_ranks`: True for every call, False for none, None for a group's first call, since the answer is waited for on
-    the host. Collectives: one all-gather of 112 bytes a rank; none where the shard has no other ranks and for tensors
-    without memory (meta).
+    `check_ranks`: True for every call, False for none, None for a group's first call only, since the host waits for the
+    result. Collectives: one all-gather of 112 bytes a rank; none if the shard has no other ranks, and none for meta
+    tensors.
     """
 
     def __init__(
         self,
         function: str,  # name
-        shard: object,  # a VocabShard, unless what the caller passed is none
+        shard: object,  # as the caller passed it, not validated yet
         check_ranks: object,
-        *arguments: object,  # the message travels on the device of the first tensor among them
+        *arguments: object,  # the all-gather is on the device of the first tensor among them
     ) -> None:
         self._function = function
         self._check_ranks = check_ranks
@@ -87,15 +88,18 @@ class RankCheck:
         self,
         ids: Tensor,  # (kept, ...) int64, global
         temperature: float | Tensor,  # scalar or (kept,)
-        settings: Mapping[str, object],  # by name; what they print is compared
+        settings: Mapping[str, object],  # by name; their repr is compared
         *,
         vocab_size: int | None = None,  # ids from here on are padding
-        rows: int | None = None,  # of which those kept were chosen; None for these
-        place: Tensor | None = None,  # (kept,) int64, among all rows; or a mask of those that count
+        rows: int | None = None,  # all rows; None if all are kept
+        place: Tensor | None = None,  # (kept,) int64, positions among all rows; or a mask of the rows that count
         teacher: Tensor | None = None,  # (kept, k), log-probs
         hidden: Tensor | None = None,  # (..., hidden), whose gradient the ranks sum
     ) -> None:
-        """What this rank was asked, for the exit. Raises `InputError` where `check_ranks` is no switch."""
+        """Record this rank's arguments for the comparison on exit.
+
+        Raises `InputError` unless `check_ranks` is a bool or None.
+        """
         if self._check_ranks is not None:
             check_flag("check_ranks", self._check_ranks)
         if self._group is None:
@@ -127,7 +131,7 @@ class RankCheck:
             self._raise_difference()
             _compared.add(self._group)
         elif isinstance(error, InputError):
-            # The caller's own error is what matters here, also where the others cannot be told.
+            # The caller's own error is raised here, also if the all-gather fails.
             with suppress(Exception):
                 gather_facts(self._group, [1] + [0] * (_NUMBERS - 1), self._device)
 
@@ -151,7 +155,7 @@ class RankCheck:
 def digest(
     values: Tensor,  # (...), numbers of any dtype
 ) -> Tensor:  # () int64, on the device of `values`
-    """A number that stands for the values and their order. No synchronisation."""
+    """A hash of the values and their order. No synchronisation."""
     flat = values.detach().flatten()
     bits = flat.double().view(torch.int64) if flat.is_floating_point() else flat.to(torch.int64)
     mixed = bits + torch.arange(1, flat.shape[0] + 1, device=flat.device) * _INCREMENT
@@ -160,7 +164,7 @@ def digest(
 
 
 def fingerprint(*settings: object) -> Tensor:  # () int64, on the CPU
-    """A number that stands for what the settings print."""
+    """A hash of the settings' repr."""
     return torch.tensor(zlib.crc32(repr(settings).encode()), device="cpu")
 
 
@@ -186,10 +190,10 @@ def gather_facts(
     values: Sequence[int | Tensor],  # a tensor is () int64, on any device
     device: torch.device,
 ) -> list[tuple[int, ...]]:  # of each value, that of every rank
-    """Every rank's values, which must be as many on each.
+    """Every rank's values. Each rank must pass the same number of values.
 
-    Collectives: one all-gather of 8 bytes a value and rank, whatever the values are; its result is waited for on the
-    host. A rank that does not come makes the others raise the error of the back end when the group's timeout is over.
+    Collectives: one all-gather of 8 bytes a value and rank; the host waits for its result. If a rank never calls, the
+    others raise the backend's error after the group's timeout.
     """
     return list(zip(*rank_message(group, values, device).tolist(), strict=True))
 
@@ -199,7 +203,7 @@ def rank_message(
     values: Sequence[int | Tensor],  # a tensor is () int64, on any device
     device: torch.device,
 ) -> Tensor:  # (ranks, values) int64, on `device`
-    """As `gather_facts`, without the wait. What the host knows is copied at once, what the device knows stays there."""
+    """As `gather_facts`, without the wait. Host values go to the device in one copy; device values are not read."""
     elsewhere = {place: value for place, value in enumerate(values) if isinstance(value, Tensor) and not value.is_cpu}
     numbers = [0 if place in elsewhere else int(value) for place, value in enumerate(values)]
     sent = torch.tensor(numbers, dtype=torch.int64, device="cpu").to(device, non_blocking=True)
@@ -211,14 +215,14 @@ def rank_message(
 
 
 def raise_difference(
-    facts: Mapping[str, int | Tensor],  # what must be the same; a tensor stands for more than it says
+    facts: Mapping[str, int | Tensor],  # what must be the same; a tensor is a hash
     of_ranks: Sequence[tuple[int, ...]],  # of each fact, that of every rank
 ) -> None:
     """Raise the same `DisagreementError` on every rank for the first fact that is not the same on all of them.
 
-    Without it, ranks with other row counts exchange messages of other sizes: gloo then ends the process of the rank
-    that expects less, NCCL waits or mixes up memory; and ranks with other targets return numbers that no rank can tell
-    are wrong. Every rank must pass the same names.
+    Without this check, ranks with different row counts send messages of different sizes: gloo then ends the process of
+    the rank that expects less, and NCCL hangs or corrupts memory. Ranks with different targets return wrong numbers
+    without any error. Every rank must pass the same names.
     """
     for (name, fact), values in zip(facts.items(), of_ranks, strict=True):
         if len(set(values)) > 1:

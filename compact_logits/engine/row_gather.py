@@ -1,4 +1,4 @@
-"""Which ranks share rows of hidden states, and how the gradient of these rows goes back to them."""
+"""From the rows of hidden states that a rank has to the rows that it projects, and the gradient's way back."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Wait = Callable[[], Tensor]
 
 
 class RowGather(Protocol):
-    """Between the rows this rank was given and the rows it projects."""
+    """From the rows that this rank has to the rows that it projects, and back for the gradient."""
 
     def gather(
         self,
@@ -34,7 +34,7 @@ class RowGather(Protocol):
         self,
         d_rows: Tensor,  # (projected rows, hidden), this rank's part of the gradient; overwritten
     ) -> Wait:  # wait() -> (local rows, hidden)
-        """Begin to sum the ranks' parts, so that the last product with the weight's gradient can run meanwhile."""
+        """Start to sum the ranks' parts. The last product for the weight's gradient runs meanwhile."""
         ...
 
 
@@ -96,7 +96,7 @@ class SequenceSharded:
         return max(1, *self.counts)
 
     def check(self, rows: Tensor) -> None:
-        """Raise the `InputError` that `gather` would raise, unless these are as many rows as this rank's count says."""
+        """Raise `InputError`, as `gather` does, unless `rows` has as many rows as `counts` says for this rank."""
         mine = self.counts[self.group.rank()]
         if rows.shape[0] != mine:
             raise InputError(f"this rank's row count is {mine}, but it has {rows.shape[0]} rows")

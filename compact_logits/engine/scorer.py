@@ -1,4 +1,4 @@
-"""What the engine asks of a scorer, and the gradient that scorers of a softmax have in common."""
+"""The scorer protocol, and the softmax gradient that all scorers use."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Stats = tuple[Tensor, ...]  # (rows, ...) each
 
 
 class Scorer(Protocol):
-    """Per-row scalars of logits whose columns come slice by slice, and whose vocabulary is spread over ranks.
+    """Per-row scalars of logits that come slice by slice, from a vocabulary that may be sharded over ranks.
 
-    Forward: `new_stats`, `add_slice_` once a slice, `merge`, where the only collectives are. Backward: `logits_grad`
-    once, and its `write_` once a slice.
+    Forward: `new_stats`, `add_slice_` once a slice, then `merge`, the only step with collectives. Backward:
+    `logits_grad` once, and its `write_` once a slice.
     """
 
     @property
@@ -35,7 +35,7 @@ class Scorer(Protocol):
 
     @property
     def inputs(self) -> tuple[Tensor, ...]:
-        """The caller's tensors that backward reads: the engine saves them, so that autograd notices a change."""
+        """The caller's tensors that backward reads. The engine saves them, so that autograd detects changes."""
         ...
 
     @property
@@ -47,7 +47,7 @@ class Scorer(Protocol):
         self,
         rows: slice | Tensor,  # a Tensor is (kept,) int64
     ) -> Scorer:
-        """The scorer of some of the rows alone."""
+        """The scorer of a subset of the rows."""
         ...
 
     def new_stats(self) -> Stats:
@@ -60,13 +60,13 @@ class Scorer(Protocol):
         logits: Tensor,  # (rows, columns)
         first: int,  # the global id of the first column
     ) -> None:
-        """Add some columns to the statistics. No wait for the device."""
+        """Add the columns of a slice to the statistics. No device synchronisation."""
         ...
 
     def merge(
         self,
         stats: Stats,  # of all of this rank's columns
-    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:  # outputs; saved for backward; (rows, ...) each
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:  # outputs, (rows, ...) each; tensors saved for backward
         ...
 
     def logits_grad(
@@ -77,7 +77,7 @@ class Scorer(Protocol):
 
 
 class LogitsGrad(Protocol):
-    """The gradient of the logits, formed where they stand."""
+    """Writes the gradient of the logits in place."""
 
     def of_rows(self, rows: slice) -> LogitsGrad: ...
 
@@ -90,17 +90,17 @@ class LogitsGrad(Protocol):
 
 @dataclass(frozen=True)
 class SoftmaxGrad:
-    """`d_logits = exp(z - shift) * (scale + slope * (z - shift))`, and given values at a few ids of each row.
+    """`d_logits = exp(z - shift) * (scale + slope * (z - shift))`, but `values` at the `ids` of each row.
 
-    Those are the ids at which a second term nearly cancels the first, as 1 cancels p at a confident target: added up in
-    16 bits, an error of 100% would be left at p = .9999. They are computed apart, and written over.
+    At these ids a second term nearly cancels the first, as 1 and p do at a confident target. Adding the two in 16 bits
+    would leave an error of 100% at p = .9999, so these values are computed apart and written last.
     """
 
     inverse_temperature: Tensor  # (rows,) fp32, fp64 for fp64 logits, as all below
     shift: Tensor  # (rows,)
     scale: Tensor  # (rows,)
     slope: Tensor | None  # (rows,)
-    ids: Tensor  # (rows, k) int64, global; ids of other slices and ranks, and negative ones, are passed over
+    ids: Tensor  # (rows, k) int64, global; ids of other slices and ranks, and negative ones, are skipped
     values: Tensor  # (rows, k)
 
     def of_rows(self, rows: slice) -> SoftmaxGrad:
@@ -117,7 +117,7 @@ def read_at_(
     ids: Tensor,  # (rows, k) int64, global
     first: int,
 ) -> None:
-    """`values <- logits[row, ids[row] - first]`; what stands at other ids stays."""
+    """`values <- logits[row, ids[row] - first]` for the ids of this slice; other entries are not written."""
     if logits.shape[1] == 0:
         return
     columns = ids - first

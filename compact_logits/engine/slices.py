@@ -1,4 +1,4 @@
-"""How the vocabulary is cut, and how many slices' logits wait for backward."""
+"""How the vocabulary is cut, and how many slices' logits are saved for backward."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 __all__ = ["VocabSlices", "accumulation_dtype", "default_budget", "vocab_slices"]
 
-# Bytes of logits: those that wait for backward and the slice being formed. Elsewhere than on a CPU, a GPU is meant.
+# Bytes of logits: those saved for backward and the slice being computed. Every device but a CPU counts as a GPU.
 _CPU_BUDGET, _GPU_BUDGET = 256 * 2**20, 2**30
 
 # On a CPU a slice stays in cache between its product and the pass over it.
@@ -19,7 +19,7 @@ _ALIGNMENT = 64  # columns
 
 
 def default_budget(device: torch.device) -> int:
-    """Bytes of logits that are held at once where nobody says how many: 1 GiB on a GPU, 256 MiB on a CPU."""
+    """The default budget in bytes of logits: 1 GiB on a GPU, 256 MiB on a CPU."""
     return _CPU_BUDGET if device.type == "cpu" else _GPU_BUDGET
 
 
@@ -30,9 +30,9 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 @dataclass(frozen=True)
 class VocabSlices:
-    """`columns` of this rank in slices of `width` columns, the last one narrower; the first `kept` wait for backward.
+    """`columns` of this rank in slices of `width` columns, the last one narrower. Forward saves the first `kept`.
 
-    One backward adds a product to the gradient of all rows for each slice, so slices are as wide as the budget allows.
+    For each slice, backward adds a product to the gradient of all rows, so slices are as wide as the budget allows.
     """
 
     rows: int
@@ -48,7 +48,7 @@ class VocabSlices:
             yield slice(start, min(start + self.width, self.columns))
 
     def held_logits(self, *, keep: bool) -> int:
-        """The most logits that stand at one time in forward, which does or does not `keep` some for backward."""
+        """The peak number of logits in memory in forward. With `keep`, the first `kept` slices are saved."""
         if keep and self.kept == len(self):
             return self.rows * self.columns
         return self.rows * min(self.width * (1 + keep * self.kept), self.columns)
@@ -63,12 +63,12 @@ def vocab_slices(
     budget: int | None = None,  # bytes; None for the device's default
 ) -> VocabSlices:
     """One slice if the budget holds all logits; else slices that take half of it at most, but no fewer than
-    `max(64, hidden / 4)` columns: narrower ones would do little but add to the fp32 gradient of all rows. Without rows
-    there are no slices.
+    `max(64, hidden / 4)` columns: narrower ones would mostly spend time on the sum of the rows' fp32 gradient. Without
+    rows there are no slices.
 
-    The cut does not depend on whether gradients or which scalars are wanted, so that a no-grad pass and a training pass
-    over the same rows give log-probs of the same bits. On a CPU, fp32 logits are cut into slices of 4 MiB, which stay
-    in cache, even where all would fit.
+    The cut depends neither on gradients nor on the scalars computed, so that a no-grad pass and a training pass over
+    the same rows give log-probs of the same bits. On a CPU, fp32 logits are cut into slices of 4 MiB, which fit in
+    cache, even if the budget holds all of them.
     """
     budget = default_budget(device) if budget is None else budget
     columns = columns if rows else 0

@@ -1,5 +1,7 @@
-"""Checks of what a caller passes, made before any collective and alike on every rank: they look at shapes, dtypes
-and host values only, so that no rank waits for a device and none goes on where another has raised."""
+"""Checks of a caller's arguments, made before any collective that depends on them.
+
+They read shapes, dtypes and host values only, so that no rank waits for a device and all ranks raise alike.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ __all__ = [
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
-# A logit of fp32 that is divided by less may be infinite, and its row NaN.
+# An fp32 logit divided by less may become infinite, and its row NaN.
 _LEAST_TEMPERATURE = 1e-30
 
 
@@ -40,7 +42,7 @@ def check_tensor(name: str, value: object) -> None:
 
 
 def check_tensors(*, bias: object = None, loss_mask: object = None, **needed: object) -> None:
-    """Raise `InputError` unless each is a plain dense tensor, and all lie on one device; the named two may be None."""
+    """Raise `InputError` unless each is a plain dense tensor, all on one device; `bias` and `loss_mask` may be None."""
     optional = {"bias": bias, "loss_mask": loss_mask}
     given = needed | {name: value for name, value in optional.items() if value is not None}
     devices = {}
@@ -138,8 +140,11 @@ def check_vocab_size(
     targets: Tensor,  # (...) int64
     shard: VocabShard | None = None,  # None where it is not known yet
 ) -> int | None:
-    """`vocab_size` as a plain number. Raises `InputError` unless it is a positive one that the vocabulary holds, or
-    `None` for all of it, and the targets' host values are below it."""
+    """`vocab_size` as a plain int; `None` counts the whole vocabulary.
+
+    Raises `InputError` unless it is positive and at most the vocabulary's size, and the targets' host values are below
+    it.
+    """
     if vocab_size is None:
         return None
     size = as_index(vocab_size)
@@ -187,7 +192,7 @@ def check_temperature(
 
 
 def check_chunk_bytes(chunk_bytes: object) -> int | None:
-    """The chunk budget as a plain number. Raises `InputError` unless it is positive, or `None` for the default."""
+    """The chunk budget as a plain int. Raises `InputError` unless it is positive, or `None` for the default."""
     if chunk_bytes is None:
         return None
     budget = as_index(chunk_bytes)
@@ -197,7 +202,6 @@ def check_chunk_bytes(chunk_bytes: object) -> int | None:
 
 
 def check_flag(name: str, value: object) -> None:
-    """Raise `InputError` unless `value` is `True` or `False` itself: also a string or a number is true or false to
-    Python, but not as it was meant."""
+    """Raise `InputError` unless `value` is `True` or `False` itself: the string "0", say, counts as true in Python."""
     if not isinstance(value, bool):
         raise InputError(f"{name} must be True or False, got {describe(value)}; pass one of the two")

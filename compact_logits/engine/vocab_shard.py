@@ -1,4 +1,4 @@
-"""Where a rank's part of the vocabulary stands, and how the ranks' statistics of a row come together."""
+"""Which part of the vocabulary a rank holds, and the all-gather of the ranks' statistics."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class VocabShard:
                 f"a vocabulary shard's group must be a process group that this rank is in, or None, got "
                 f"{describe(self.group)}; of a mesh, pass mesh.get_group()"
             )
-        # As plain numbers, whoever's type they were given in.
+        # As plain ints, whatever integer type they were given in.
         object.__setattr__(self, "start", start)
         object.__setattr__(self, "stop", stop)
         if not 0 <= self.start <= self.stop:
@@ -65,7 +65,7 @@ class VocabShard:
         self,
         vocab_size: int | None,  # None for no bound
     ) -> VocabShard:
-        """The part of this shard with ids below `vocab_size`; empty, where it starts, if it is padding throughout."""
+        """The part of this shard with ids below `vocab_size`; empty if all of it is padding."""
         stop = self.stop if vocab_size is None else max(self.start, min(self.stop, vocab_size))
         return _Columns(self.start, stop, self.group)
 
@@ -93,7 +93,7 @@ def gather_stats(
     """All ranks' statistics of the same rows, in rank order, so that every rank merges them to the same bits.
 
     One all-gather where the vocabulary is sharded, none otherwise. With zero rows the all-gather still takes place,
-    over one row, since back ends disagree about empty messages.
+    over one row, since not all backends accept empty messages.
     """
     if not shard.sharded:
         return stats[None]

@@ -23,12 +23,12 @@ class WeightGrad(Protocol):
         ...
 
     def finish(self) -> Tensor | None:
-        """What autograd is given for the weight."""
+        """The gradient of the weight to return to autograd, if any."""
         ...
 
 
 class ReturnedWeightGrad:
-    """Plain autograd's. Each row is one product in the weight's dtype, as on the plain path; no fp32 copy is held."""
+    """A gradient returned to autograd. Each row is one product in the weight's dtype; there is no fp32 copy."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Give one model a compact head, or take it away again."""
+"""Attach a compact head to one model, or detach it."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ def gpt_model_of(model: Any) -> GPTModel:
 
 
 def attached(model: Any) -> bool:
-    """Whether `attach` has wrapped this very model."""
+    """Whether `attach` has wrapped this model instance."""
     return hasattr(vars(gpt_model_of(model)).get("_postprocess"), MARKER)
 
 
 def attach(model: Any) -> None:
-    """Let the head of this model, and of no other, serve the requests that its loss mask carries (`mark`).
+    """Let the head of this model, and of no other, compute the requests that loss masks carry (`mark`).
 
     A forward whose loss mask is marked then returns one fp32 `(batch, rows, 2)` tensor, log-prob and entropy of every
-    row of this context-parallel rank, the same on every tensor-parallel rank (a third scalar, `sum_p2`, if asked for);
+    row of this context-parallel rank, the same on every tensor-parallel rank (a third scalar, `sum_p2`, if requested);
     every other forward is as before.
-    Attaching twice is attaching once, and an integration that wrapped the class has done it for all. Raises
+    A second `attach` does nothing, and neither does one after an integration has wrapped the class. Raises
     `PatchError` for a model that is no GPTModel, for a version of Megatron whose signatures are not the proven ones,
     and where somebody else has replaced the model's `_postprocess`.
     """
@@ -63,7 +63,7 @@ def attach(model: Any) -> None:
 
 
 def detach(model: Any) -> None:
-    """Undo `attach`; nothing happens where it was not."""
+    """Undo `attach`; does nothing for a model that is not attached."""
     if attached(model):
         del vars(gpt_model_of(model))["_postprocess"]
 
@@ -71,7 +71,8 @@ def detach(model: Any) -> None:
 def metrics_of(model: Any) -> HeadMetrics:
     """The metrics of this model's head; of all models of the class where an integration wrapped the class.
 
-    `metrics_of(model).take()` after each step gives the step's own. Raises `PatchError` for a model that is not.
+    `metrics_of(model).take()` after each step gives that step's metrics. Raises `PatchError` for a model that is not
+    attached.
     """
     inner = gpt_model_of(model)
     counted = getattr(inner._postprocess, "metrics", None)

@@ -1,4 +1,4 @@
-"""From the hidden states of a rank to the rows that it projects, and from their scalars back to its own rows."""
+"""From a rank's hidden states to the rows that it projects, and from their scalars back to the rank's own rows."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ __all__ = ["ContextShare", "ProjectedRows", "project_rows"]
 
 @dataclass(frozen=True, eq=False)
 class ContextShare:
-    """The row selections of all context-parallel ranks, for each to project an equal share of their rows.
+    """The row selections of all context-parallel ranks, so that each rank projects an equal number of rows.
 
-    Every rank of `group` must be given the same, and must run the same micro-batches in the same order. Where the
-    busiest rank would lose less than a tenth of its rows, nothing is exchanged.
+    Every rank of `group` must have the same ones, and must run the same micro-batches in the same order. If the busiest
+    rank would lose less than a tenth of its rows, nothing is exchanged.
     """
 
     group: ProcessGroup
@@ -45,7 +45,7 @@ class ContextShare:
 
 @dataclass(frozen=True)
 class ProjectedRows:
-    """What a rank hands to the projection."""
+    """The rows that a rank passes to the engine, and how they become the projected ones."""
 
     rows: Tensor  # (local rows, hidden)
     targets: Tensor  # (projected rows,) int64
@@ -61,10 +61,10 @@ def project_rows(
     *,
     sequence_parallel: bool,
 ) -> ProjectedRows:
-    """Select this rank's kept rows, and say how they become the projected ones. Where all are kept, none is copied.
+    """Select this rank's kept rows, and say how they become the projected ones. If all rows are kept, none is copied.
 
-    Collectives: none here. With a share that pays, the exchange and `give_back` have one all-to-all each over the
-    context-parallel group, forward and backward.
+    Collectives: none here. If `share` pays, `gather` and `give_back` have one all-to-all each over the context-parallel
+    group, in forward and again in backward.
     """
     shards = group.size() if sequence_parallel and group is not None else 1
     shard = group.rank() if sequence_parallel and group is not None else 0

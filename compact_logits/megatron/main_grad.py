@@ -33,7 +33,7 @@ class MainGrad:
         self,
         weight: Tensor,  # (vocab_local, hidden), the parameter as forward used it
     ) -> MainGrad:
-        """As the engine makes a `WeightGrad` when backward begins."""
+        """The engine calls this when backward begins, to get the `WeightGrad`."""
         self._dtype = weight.dtype
         self._parameter.main_grad = self._main_grad  # type: ignore[attr-defined]
         return self

@@ -1,4 +1,4 @@
-"""Metrics of compact heads: counters that the host keeps, a micro-batch at a time."""
+"""Metrics of compact heads: counters on the host, updated at each micro-batch."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ __all__ = ["HeadMetrics"]
 class HeadMetrics:
     """Sums over the micro-batches that had a request, on this rank alone. No collective, no device synchronisation.
 
-    `rows` are those of the micro-batches, `projected_rows` those that went through the head: on the compact path the
-    kept ones, or the rank's share of them where context-parallel ranks even theirs out; on the full path all.
+    `rows` counts the rows of the micro-batches, `projected_rows` those that the head projected: on the full path all;
+    on the compact path the kept ones, or this rank's part of them if context-parallel ranks balance their rows.
     `bytes_not_allocated` is `4 * rows * vocab_local`, the fp32 logits that the full path passes to the loss, less the
-    logits that the compact forward allocated, 0 on the full path; the sum over micro-batches, and the most of any one.
+    logits that the compact forward allocated, 0 on the full path; `most_bytes_not_allocated` is the
+    largest value of one micro-batch.
     `full_path` counts micro-batches by reason, numbers written as `#`.
     """
 
@@ -42,13 +43,13 @@ class HeadMetrics:
             self.full_path[re.sub(r"\d+", "#", outcome.reason)] += 1
 
     def take(self) -> HeadMetrics:
-        """What was counted since the last `take`; counting starts again from nothing."""
+        """Return what was counted since the last `take`, and reset the counters."""
         taken = HeadMetrics(**{each.name: getattr(self, each.name) for each in fields(self)})
         vars(self).update(vars(HeadMetrics()))
         return taken
 
     def metrics(self) -> dict[str, float]:
-        """As numbers by name, for a metric logger. A reason for the full path has a key where it was met."""
+        """As numbers by name, for a metric logger. Each reason for the full path that occurred has a key."""
         by_reason = {f"compact_logits/full_path/{_key(reason)}": count for reason, count in self.full_path.items()}
         return {
             "compact_logits/micro_batches": self.micro_batches,
@@ -67,7 +68,8 @@ class HeadMetrics:
             f"{self.most_bytes_not_allocated / 2**30:.2f} GiB of logits not allocated, "
             f"{self.full_path.total()} of {self.micro_batches} micro-batches on the full path"
         )
-        return ": ".join([text, *filter(None, ["; ".join(f"{n} x {why}" for why, n in self.full_path.items())])])
+        reasons = "; ".join(f"{count} x {reason}" for reason, count in self.full_path.items())
+        return f"{text}: {reasons}" if reasons else text
 
 
 def _key(reason: str) -> str:

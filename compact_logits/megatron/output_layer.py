@@ -1,4 +1,4 @@
-"""The output layer, for the time of one call, computing per-row scalars of the kept rows instead of logits."""
+"""For one call, the output layer computes per-row scalars of the kept rows instead of logits."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def compact_output_layer(
     zeros for rows that are not kept; with `request.sum_p2` a third scalar.
 
     Only `head.forward` is overridden, on the instance, so that a call still enters through the module and its pre-hooks
-    run (DDP waits there for the weight's all-gather). It holds for one call: the first `ordinary_calls` and all later
-    ones are the head's own, and so are those of other threads, whose requests are refused meanwhile. On exit, also by
-    an exception, the head is as it was.
+    run (DDP waits there for the weight's all-gather). One call is compact: the first `ordinary_calls` calls and all
+    later ones compute logits. So do calls of other threads, whose requests are refused meanwhile. On exit, also by an
+    exception, the override is removed.
     """
     ordinary: Callable[..., Any] = head.forward
     thread, calls = threading.get_ident(), 0
@@ -128,8 +128,8 @@ def _outcome(
     scorer: LogProbScorer | TopPScorer,
     projected: ProjectedRows,
 ) -> Outcome:
-    """`bytes_not_allocated`: the fp32 logits of every row, which the full path hands to the loss, less what the compact
-    forward holds."""
+    """`bytes_not_allocated`: the fp32 logits of every row, which the full path passes to the loss, less the logits that
+    the compact forward allocates."""
     rows = projected.targets.shape[0]
     dtype = unrounded_dtype(hidden) if request.fp32_logits else hidden.dtype
     slices = slices_of(scorer, rows, weight, dtype, request.chunk_bytes)

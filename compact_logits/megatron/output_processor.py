@@ -25,10 +25,10 @@ def output_processor(
     context: tuple[Any, Request],  # the GPTModel and its request
     scale_logits: Callable[[Tensor], Tensor],
     **_: Any,
-) -> Tensor:  # (batch, sequence, 2) fp32, or the logits as they would have been
+) -> Tensor:  # (batch, sequence, 2 or 3) fp32, or the ordinary logits
     """Log-prob and entropy of every row, whether the caller wants logits gathered over the vocabulary or not.
 
-    Where the head refuses the rows, its logits are gathered as the caller wants. `Request.outcome` says which it was.
+    If the head refuses the rows, it computes logits, gathered if the caller wants that. `Request.outcome` says which.
     """
     model, request = context
     scale = model.config.mup_output_mult if getattr(model.config, "use_mup", False) else 1.0

@@ -1,4 +1,4 @@
-"""The one place of a GPTModel where its forward, a schedule plan and every wrapper meet: `_postprocess`."""
+"""The wrapper of `GPTModel._postprocess`, which the model's forward, schedule plans and model wrappers all call."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def postprocess_wrapper(original: Callable[..., Any], metrics: HeadMetrics | Non
 
     A call whose loss mask carries no request goes through untouched, object for object. Where the version has the
     official output-processor contract, the wrapper only adds an output processor to the call; where it has not, the
-    output layer's forward is overridden for the time of the call. A refused call runs `original` as it came; the reason
-    stands in the request's outcome and is logged once, or raised as `RefusedError` if the request is strict. Where the
-    call raises, the request is as it was before. Every call with a request is counted in `metrics`, which the wrapper
-    carries by that name.
-    Raises `PatchError` where `original` has not the parameters this relies on.
+    output layer's forward is overridden for the time of the call. A refused call runs `original` unchanged; the reason
+    is in the request's outcome and is logged once, or raised as `RefusedError` if the request is strict. If the call
+    raises, the request's outcome is restored. Every call with a request is counted in `metrics`, which is also an
+    attribute of the wrapper.
+    Raises `PatchError` where `original` lacks a parameter that this relies on.
     """
     signature = inspect.signature(original)
     missing = [name for name in NEEDED_PARAMETERS if name not in signature.parameters]
@@ -89,14 +89,14 @@ def postprocess_wrapper(original: Callable[..., Any], metrics: HeadMetrics | Non
         try:
             result = run(self, request, bound)
         except BaseException:
-            # Activation checkpointing ends a forward that way too, once it has what backward needs.
+            # Activation checkpointing also stops a recomputed forward by an exception, once it has what backward needs.
             request.outcome = before
             raise
         counted.record(request)
         if request.compact and result is not None:
             if self.config.mtp_num_layers:
                 warn_once("multi-token prediction still builds logits of every row for its own heads")
-            # The layer's result may come back as a view; pipeline schedules free outputs that own their storage.
+            # The result may be a view, and pipeline schedules can free only tensors that are not views.
             return request.set_output(result if result._base is None else result.clone())
         reason = request.reason
         if request.strict:

@@ -1,7 +1,7 @@
-"""Whether the tensor-parallel ranks were given the same request, and whether their heads are in the same state.
+"""Compare the requests of the tensor-parallel ranks, and the states of their heads.
 
-The request is compared before the model's forward, where the host waits for the loss mask anyway. What only the head
-knows is compared at its first compact call; on a rank where it changes later, that call raises.
+Requests are compared before the model's forward, where the host waits for the loss mask anyway. The state of the head
+is compared at its first call with a request. If it changes later on a rank, that rank raises.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def tensor_parallel_group() -> ProcessGroup | None:
 
 
 def check_request(request: Request, group: ProcessGroup | None) -> int | None:
-    """Raise the same `DisagreementError` on every rank of `group` where one of them was given another request.
+    """Raise the same `DisagreementError` on every rank of `group` if their requests differ.
 
     Returns the largest target id, None where nothing was compared. Raises `InputError` on every rank if an id is
     negative. Collectives: one all-gather of 80 bytes a rank, whose result the host waits for; none without a group.
@@ -56,7 +56,7 @@ def check_request(request: Request, group: ProcessGroup | None) -> int | None:
     if group is None:
         return None
     selection, top_p = request.selection, request.top_p
-    # Where context-parallel ranks share their rows, also those of the others decide who computes how many.
+    # If context-parallel ranks balance their rows, the selections of all of them decide which rank projects how many.
     selections = (selection, *(() if request.share is None else request.share.selections))
     of_top_p = [torch.zeros(0)] if top_p is None else [top_p.ids, top_p.row_of, top_p.recorded]
     settings = (request.batch, request.entropy, request.sum_p2, request.vocab_size, request.fp32_logits)
@@ -77,14 +77,14 @@ def check_request(request: Request, group: ProcessGroup | None) -> int | None:
 def host_mask(
     keep: Tensor,  # (rows,) bool
     labels: Callable[[], Tensor],  # (rows,) int64, on the device of `keep`: the id that each row predicts
-    settings: tuple[object, ...],  # what they print is compared
+    settings: tuple[object, ...],  # their repr is compared
     group: ProcessGroup | None,
     *,
     recorded: Sequence[Any] = (),  # the recorded top-p sets: lists or tensors of integers
 ) -> tuple[Tensor, int | None]:  # keep on the CPU; the largest id of a kept row, None where nothing was compared
-    """Copy the mask of the kept rows to the host, and compare on the way what the ranks of `group` were given.
+    """Copy the mask of the kept rows to the host, and compare the arguments of the ranks of `group`.
 
-    One wait for the device, for both. Errors and collectives as `check_request`, of 64 bytes a rank.
+    One wait for the device, for both. Errors and collectives as `check_request`, but 64 bytes a rank.
     """
     if group is None:
         return keep.cpu(), None
@@ -118,10 +118,10 @@ def check_head(
     request: Request,
     refusal: str | None,  # why this rank keeps the full path
 ) -> None:
-    """Raise the same `DisagreementError` on every tensor-parallel rank where their heads are in different states.
+    """Raise the same `DisagreementError` on every tensor-parallel rank if the states of their heads differ.
 
-    That is compared at the head's first call that has a request, with gradients and without. Where it changes later,
-    this rank raises `InputError`: it never takes the full path, since the others are in a collective already. A rank
+    The state is compared at the head's first request with gradients and at its first one without. If it changes later,
+    this rank raises `InputError`: it cannot take the full path, since the others are in a collective already. A rank
     whose Triton kernels are not proven makes all use the torch kernels. Raises `InputError` on every rank where the
     request has an id that no rank has.
     Collectives: at these first calls one all-gather of 48 bytes a rank, whose result the host waits for; none where

@@ -1,4 +1,4 @@
-"""Which setups the compact head is not proven for. Each is a sentence for the log; the full path runs instead."""
+"""Setups in which the compact head is not proven. Each function returns the reason for the full path, or `None`."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def refuse_call(
     *,
     native: bool,  # whether the seam is the official output processor
 ) -> str | None:
-    """Why this call of the model cannot be compacted, or `None`. The same on every rank of a tensor-parallel group."""
+    """Why this call of the model cannot take the compact path, or `None`. The same on every tensor-parallel rank."""
     config = model.config
     if arguments.get("labels") is not None:
         return "the model was called with labels and computes its own loss"
@@ -138,7 +138,7 @@ def refuse_call(
 
 
 def _fp8_autocast() -> bool:
-    """Whether Transformer Engine is in its fp8 context. Imports nothing: where it is not loaded, it is not."""
+    """Whether an fp8 autocast of Transformer Engine is active. Does not import Transformer Engine."""
     for name in ("transformer_engine.pytorch.fp8", "transformer_engine.pytorch.quantization"):
         manager = getattr(sys.modules.get(name), "FP8GlobalStateManager", None)
         if manager is not None and manager.is_fp8_enabled():

@@ -29,14 +29,14 @@ class Outcome:
 
     path: Literal["compact", "full"]
     reason: str = ""
-    projected_rows: int = 0  # of the compact path: the kept ones, or this rank's share of all ranks'
-    bytes_not_allocated: int = 0  # of logits, less than on the full path
+    projected_rows: int = 0  # of the compact path: the kept ones, or this rank's part after balancing
+    bytes_not_allocated: int = 0  # of logits, compared with the full path
 
 
 @dataclass(eq=False)
 class Request:
-    """What the head is to compute of one micro-batch. `outcome` is written when the model has run, and read by the
-    consumer; it is `None` where the head never saw the request, and then the model's output is ordinary logits.
+    """What the head is to compute of one micro-batch. The head sets `outcome`, and the consumer reads it. It is
+    `None` if the head never saw the request; the model's output is then ordinary logits.
 
     With `batch` sequences side by side, the rows of the selection are those of `(sequence batch)`: all sequences' first
     row, then all sequences' second row. So are a shard's rows under sequence parallelism, as Megatron cuts them.
@@ -50,10 +50,10 @@ class Request:
     entropy: Entropy = "none"
     top_p: TopPMask | None = None  # of the kept rows
     sum_p2: bool = False  # a third scalar a row, the sum of squared probabilities
-    share: ContextShare | None = None  # of all context-parallel ranks' rows; with a scalar temperature, no top-p mask
+    share: ContextShare | None = None  # balance rows over context parallelism; scalar temperature, no top-p mask
     vocab_size: int | None = None  # ids from here on are padding, not counted; None counts every column
     chunk_bytes: int | None = None  # of logits; None for 1 GiB on a GPU, 256 MiB on a CPU
-    fp32_logits: bool = False  # leave out the rounding of 16-bit logits, on CUDA alone
+    fp32_logits: bool = False  # do not round the logits of 16-bit inputs; CUDA only
     strict: bool = False
     check_ranks: bool | None = None  # False: tensor-parallel ranks do not compare their requests
     outcome: Outcome | None = None
@@ -93,7 +93,7 @@ class Request:
 
     @property
     def reason(self) -> str:
-        """Why the full path ran; empty where it did not, or where the head never saw the request."""
+        """Why the full path ran; empty if it did not, or if the head never saw the request."""
         return "" if self.outcome is None else self.outcome.reason
 
     def set_output(self, output: Tensor) -> Tensor:
@@ -102,9 +102,10 @@ class Request:
         return output
 
     def answered_by(self, output: Tensor) -> bool:
-        """Whether `output` is what the head returned, by its memory: also where it was detached since, as a schedule
-        plan does it; not where somebody has made another tensor of it, and not the logits of another model that was
-        called with the same loss mask.
+        """Whether `output` has the storage of the tensor that the head returned for this request.
+
+        True also after `detach`, which schedule plans call. False for a tensor computed from it, and for the logits of
+        another model that was called with the same loss mask.
         """
         made = self._output
         return self.compact and made is not None and made.cdata == StorageWeakRef(output.untyped_storage()).cdata
@@ -116,12 +117,13 @@ def mark(
 ) -> Tensor:
     """Attach `request` to the loss mask that the model is called with, and return the mask.
 
-    An attribute survives DDP, mixed-precision wrappers and schedule plans, which hand the tensor on as it is, and is
-    lost by whatever makes a new mask; the head then knows of no request and runs the full path.
-    Every tensor-parallel rank must call this, before the model: they compare their requests, unless its `check_ranks`
-    is False, and raise the same `DisagreementError` where these differ.
+    The attribute survives DDP, mixed-precision wrappers and schedule plans, which pass the tensor on as it is. It is
+    lost by code that makes a new mask; the head then sees no request and runs the full path.
+    Every tensor-parallel rank must call this, before the model: the ranks compare their requests, unless
+    `request.check_ranks` is False, and all raise the same `DisagreementError` if these differ.
     Raises `InputError` where the mask has another number of rows than the selection.
-    Collectives: one all-gather of 80 bytes over Megatron's tensor-parallel group, whose result the host waits for.
+    Collectives: one all-gather of 80 bytes a rank over Megatron's tensor-parallel group, whose result the host waits
+    for; none for one rank or if `request.check_ranks` is False.
     """
     if loss_mask.numel() != request.selection.num_rows:
         raise InputError(
@@ -134,7 +136,7 @@ def mark(
 
 
 def set_request(loss_mask: Tensor, request: Request) -> Tensor:
-    """As `mark`, of a request that the ranks have compared already."""
+    """As `mark`, for a request that the ranks have compared already."""
     setattr(loss_mask, _ATTRIBUTE, request)
     return loss_mask
 

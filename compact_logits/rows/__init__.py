@@ -1,4 +1,4 @@
-"""Which rows count, where their tokens stand on this context-parallel rank, and the way to the rows and back."""
+"""Which rows count, which tokens they hold on this context-parallel rank, and how to select and scatter them."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def check_cp(cp_rank: int, cp_size: int) -> None:
 
 
 def check_enough_rows(layout: str, num_rows: int, needed: int, total_lengths: Sequence[int]) -> None:
-    """Raise `LayoutError` where a rank has fewer rows than its part of the sequences, or no number of rows."""
+    """Raise `LayoutError` unless `num_rows` is a whole number, and at least `needed`."""
     rows = as_index(num_rows)
     if rows is None or rows < needed:
         raise LayoutError(

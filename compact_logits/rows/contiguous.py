@@ -19,8 +19,9 @@ def contiguous(
 ) -> Layout:
     """The layout of rank `cp_rank` where the packed sequence is padded at its end and cut into `cp_size` equal slices.
 
-    Rank `r` holds the packed rows `[r * num_rows, (r + 1) * num_rows)`, and of each response what these predict. The
-    first token of an all-response sequence, which nothing predicts, has its place where the packed row before it is.
+    Rank `r` holds the packed rows `[r * num_rows, (r + 1) * num_rows)`, and of each response what these predict. No
+    row predicts the first token of an all-response sequence; its entry is on the rank of the packed row before it, if
+    there is one.
 
     Collectives: none. Raises `LayoutError` on lengths that do not fit together or `num_rows`, or an illegal rank.
     """

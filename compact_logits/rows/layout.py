@@ -1,4 +1,4 @@
-"""A rank's token layout: a list of runs, from which everything else follows in one way for every layout."""
+"""A rank's token layout: a list of runs. Everything else is derived from it, the same way for every layout."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Run(NamedTuple):
 class ResponseSpan(NamedTuple):
     """The local rows `[row, row + length)` predict the response tokens `[response, response + length)` of one sample.
 
-    `row` is `None` for a response token that nothing predicts but that has a place in this rank's response layout.
+    `row` is `None` for a response token that no row predicts but that has an entry in this rank's response layout.
     """
 
     row: int | None
@@ -51,7 +51,7 @@ class Layout:
     response_lengths: tuple[int, ...]
     num_rows: int
     runs: tuple[Run, ...]
-    # All-response samples whose first token has a place in this rank's response layout, although nothing predicts it.
+    # All-response samples whose first token has an entry in this rank's response layout, although no row predicts it.
     blanks: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
@@ -144,8 +144,8 @@ class Layout:
     ) -> list[Tensor]:  # per sample (local response, ...)
         """Take the predictor rows of each sample, in response order. Differentiable.
 
-        Each tensor has its own storage and hangs on `values` also where it is empty. An entry that nothing predicts is
-        exactly 0. Raises `LayoutError` where `values` does not have `num_rows` rows.
+        Each tensor has its own storage and is part of the graph of `values`, also if it is empty. An entry that no row
+        predicts is exactly 0. Raises `LayoutError` where `values` does not have `num_rows` rows.
         """
         if values.dim() == 0 or values.shape[0] != self.num_rows:
             raise LayoutError(

@@ -1,4 +1,4 @@
-"""Which rows count, where they stand, and the way there and back."""
+"""Which rows count, and how to select and scatter them."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class RowSelection:
     @classmethod
     def of_masks(
         cls,
-        masks: Sequence[Tensor],  # (rows,) bool each, on the CPU, one for each term that will read
+        masks: Sequence[Tensor],  # (rows,) bool each, on the CPU, one for each loss term
         label_source: Tensor,  # (rows,) int64, on the CPU
         tokens: Tensor,  # (tokens,) int64
     ) -> RowSelection:
@@ -91,8 +91,8 @@ class RowSelection:
     ) -> Tensor:  # (rows of the mask, ...)
         """The values of the rows where `mask` is set, differentiable. Collectives: none. Device synchronisation: none.
 
-        Raises `InputError` where a row of the mask was not selected: what stands there is no value of that row. Zero
-        would be taken for one.
+        Raises `InputError` where a row of the mask was not selected: it has no value, and a scattered 0 would be
+        mistaken for one.
         """
         if mask.device.type != "cpu" or mask.dtype != torch.bool or tuple(mask.shape) != (self.num_rows,):
             raise InputError(
@@ -156,7 +156,7 @@ def select(
     rows: Tensor,  # (rows, ...)
     indices: Tensor,  # (kept,) int64, distinct
 ) -> Tensor:  # (kept, ...)
-    """The rows at `indices`. The gradient of every other row is exactly zero, whatever stands in it."""
+    """The rows at `indices`. The gradient of every other row is exactly zero, whatever its values."""
     return rows.index_select(0, indices)
 
 
@@ -167,7 +167,7 @@ def scatter(
 ) -> Tensor:  # (rows, ...), own storage
     """The inverse of `select`: a new tensor, `values` at `indices` and exactly 0.0 elsewhere.
 
-    Raises `InputError` where `num_rows` is no number of rows.
+    Raises `InputError` unless `num_rows` is a whole number, 0 or more.
     """
     total = as_index(num_rows)
     if total is None or total < 0:

@@ -1,4 +1,4 @@
-"""Context parallelism in a zigzag: a rank has an early and a late chunk of every sequence, for even attention work."""
+"""Context parallelism in a zigzag: a rank has an early and a late chunk of every sequence, to balance attention."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is computed of a row of logits. The chunked engine runs any of them and knows none."""
+"""What is computed of a row of logits. The engine runs scorers by their protocol and imports none of them."""
 
 from __future__ import annotations
 

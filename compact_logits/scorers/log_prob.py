@@ -42,23 +42,24 @@ def linear_log_probs(
 ) -> TokenStats:  # fp32 (rows,) each
     """Log-prob of `targets` and entropy under `softmax((hidden @ weight.T + bias) / temperature)`, without the logits.
 
-    Equals `reference.log_probs(hidden @ weight.T, targets)`; of `(rows, vocab_local)` it holds at most `chunk_bytes`
-    (default: 1 GiB on a GPU, 256 MiB on a CPU), slice by slice of the vocabulary; those that fit wait for backward. The
-    product is in the dtype of `hidden`, everything after it in fp32; with `fp32_logits` a product of 16-bit factors is
-    not rounded either, which only CUDA offers (`InputError` elsewhere).
+    Equals `reference.log_probs(hidden @ weight.T, targets)`. Logits are computed slice by slice of the vocabulary; at
+    most `chunk_bytes` of them are in memory (default: 1 GiB on a GPU, 256 MiB on a CPU), or one slice of
+    `max(64, hidden / 4)` columns where that is more. Those that fit are saved for backward. The product is in the dtype
+    of `hidden`, everything after it in fp32; with `fp32_logits` a product of 16-bit factors is not rounded either,
+    which only CUDA offers (`InputError` elsewhere).
 
     `shard=None`: `weight` is the whole vocabulary. With a shard, `hidden` and `targets` are the same on all ranks of
     its group, and the gradient of `hidden` is summed over it here. `entropy`: `"none"`, `"metric"` (a value, no graph)
-    or `"loss"` (differentiable). `sum_p2` asks for the sum of squared probabilities, a value without a graph. With
-    `vocab_size`, columns from there on count in nothing, and their rows of the weight get a gradient of exactly zero;
-    without, padded columns count like any other. Gradients have the dtypes of their inputs; that of `hidden` is summed
-    over the slices in fp32, each row of the weight's is one product.
+    or `"loss"` (differentiable). `sum_p2` adds the sum of squared probabilities, a value without a graph. With
+    `vocab_size`, columns from there on are ignored, and their rows of the weight get a gradient of exactly zero;
+    without it, padded columns count like any other. Gradients have the dtypes of their inputs. The gradient of `hidden`
+    is summed over the slices in fp32; each row of the weight's gradient is one product.
 
-    `check_ranks`: before anything else, the ranks of `shard.group` compare what they were asked (rows, targets,
-    settings, shards), and wait for the answer on the host: all raise the same `DisagreementError` where that is not the
-    same, and `InputError` where an id is in no shard or the arguments of one rank are refused. None compares the first
-    call of a group, True every call; pass `False`, on all ranks, while a CUDA graph is captured. Where nothing is
-    compared, an id that no shard has gives NaN in its row.
+    `check_ranks`: first, the ranks of `shard.group` compare their arguments (rows, targets, settings, shards), and the
+    host waits for the result. All ranks raise the same `DisagreementError` if the arguments differ, and `InputError` if
+    an id is in no shard or one rank's arguments are rejected. None compares at a group's first call, True at every
+    call; pass `False`, on all ranks, while a CUDA graph is captured. Without the comparison, an id that no shard has
+    gives NaN in its row.
 
     Collectives over `shard.group`: forward one all-gather of 112 bytes a rank where ranks are compared, and one of
     three to five fp64 a row; backward one all-reduce of the gradient of `hidden`, if it needs one. Also with zero rows.
@@ -93,9 +94,9 @@ def log_probs(
 ) -> TokenStats:  # fp32 (...) each
     """Log-prob of `targets` and entropy under `softmax(logits / temperature)`, over logits that exist already.
 
-    Equals `reference.log_probs`; never writes to `logits`, and holds no second tensor of their size in forward and
-    only their gradient (in their dtype) in backward, if a row's logits are adjacent, whatever the strides of up to
-    three axes. `shard`, `entropy`, `sum_p2`, `vocab_size`, `check_ranks` and errors as in `linear_log_probs`.
+    Equals `reference.log_probs`; never writes to `logits`. Forward allocates no second tensor of their size, and
+    backward only their gradient, in their dtype. That holds for any strides of up to three axes, if a row's logits are
+    adjacent. `shard`, `entropy`, `sum_p2`, `vocab_size`, `check_ranks` and errors as in `linear_log_probs`.
 
     Collectives over `shard.group`: forward one all-gather of 112 bytes a rank where ranks are compared, and one of
     three to five fp64 a row; backward none.

@@ -25,15 +25,16 @@ class _LogProbsAndEntropy(NamedTuple):
 
 
 class TokenStats(_LogProbsAndEntropy):
-    """Per-row results, fp32 and of the shape of the targets; `None` where not asked for.
+    """Per-row results, fp32 (fp64 for fp64 inputs), of the shape of the targets; `None` where not requested.
 
-    A pair, `log_probs` and `entropy`, that also knows `sum_p2`, the sum of squared probabilities, without a graph.
+    It unpacks as the pair `log_probs, entropy`. `sum_p2`, the sum of squared probabilities, is an attribute; it has no
+    graph.
     """
 
     sum_p2: Tensor | None
 
     def __new__(cls, log_probs: Tensor, entropy: Tensor | None, sum_p2: Tensor | None = None) -> TokenStats:
-        # Not the pair's own: torch 2.6 compiles into that, and ends in an internal error.
+        # Not the NamedTuple's own `__new__`: torch 2.6 traces into it and fails with an internal error.
         stats = tuple.__new__(cls, (log_probs, entropy))
         stats.sum_p2 = sum_p2
         return stats
@@ -45,7 +46,8 @@ class LogProbScorer:
 
     The shifted form loses nothing for large logits, where `M + log S` would round at the scale of `M`.
     Gradients: `d log p_t / dz_j = [j = t] - p_j` and `dH / dz_j = - p_j (log p_j + H)`, times the inverse temperature.
-    An id that no shard owns, or two, has a NaN log-prob, and its row a NaN gradient where one comes back for it.
+    An id that no shard owns, or that two own, has a NaN log-prob. Its row's gradient is NaN unless the incoming
+    gradient of that log-prob is zero.
     """
 
     targets: Tensor  # (rows,) int64, global
@@ -85,7 +87,7 @@ class LogProbScorer:
         return self.merge_ranks(gather_stats(self.to_send(stats), self.shard))
 
     def to_send(self, stats: tuple[Tensor, ...]) -> Tensor:  # (rows, 3 to 5) fp64
-        """What a rank tells the others of a row: its statistics and the target's tempered logit, NaN if it has none."""
+        """What a rank sends of each row: its statistics, and the target's tempered logit, NaN if it is not here."""
         rows, target = stats
         return torch.cat([rows, target * self.inverse_temperature[:, None]], dim=1)
 
@@ -93,7 +95,7 @@ class LogProbScorer:
         self,
         ranks: Tensor,  # (ranks, rows, 3 to 5) fp64
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """`merge` of what all ranks have sent. In fp64, so that each result is rounded once."""
+        """`merge`, after the all-gather. In fp64, so that each result is rounded once."""
         target = self.target_of(ranks)
         maximum, total, *others = combine_stats(ranks[:, :, :-1], **self._kinds).unbind(dim=1)
         log_total = total.log()
@@ -110,7 +112,7 @@ class LogProbScorer:
         self,
         ranks: Tensor,  # (ranks, rows, 3 to 5) fp64
     ) -> Tensor:  # (rows,) fp64
-        """The target's tempered logit, from the one rank that owns it; NaN where none does, or more than one."""
+        """The target's tempered logit, from the one rank that owns it; NaN if no rank does, or more than one."""
         of_ranks = ranks[:, :, -1]
         owned = ~of_ranks.isnan()
         return torch.where(owned, of_ranks, 0.0).sum(dim=0).masked_fill(owned.sum(dim=0) != 1, torch.nan)
@@ -118,7 +120,7 @@ class LogProbScorer:
     def logits_grad(self, saved: tuple[Tensor, ...], grads: tuple[Tensor | None, ...]) -> SoftmaxGrad:
         maximum, total, target, *mean = saved
         d_target = torch.zeros_like(target) if grads[0] is None else grads[0].double() * self.inverse_temperature
-        # A NaN log-prob must not come back with a gradient that looks like a number; one that nobody reads need not.
+        # A NaN log-prob gets a NaN gradient, unless its incoming gradient is zero.
         scale = -d_target.masked_fill(target.isnan() & (d_target != 0), torch.nan)
         slope = None
         d_entropy = grads[1] if self.entropy == "loss" else None

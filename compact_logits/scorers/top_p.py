@@ -64,7 +64,7 @@ class TopPScorer:
     """`log p_t = z_t - log sum_{i in N} exp z_i` with `N` the row's set, by gathering these logits alone.
 
     Gradient: `[j = t] - p_j` for `j` in `N`, exactly zero for every other id. Entropy and the rows without a recorded
-    set are `base`'s. The target is kept apart from the other ids of the set, so that it counts once wherever it stands.
+    set are `base`'s. The target is handled apart from the other ids of the set, so that it counts once.
     """
 
     base: LogProbScorer
@@ -131,6 +131,7 @@ class TopPScorer:
         shifted = (z - of_base[0][row]).clamp(min=LEAST_EXPONENT)
         factor = whole.scale[row] if whole.slope is None else whole.scale[row] + whole.slope[row] * shifted
         of_set = (z - maximum[row]).exp() * (d_target / total)[row]
+        of_set = of_set.masked_fill(d_target[row] == 0, 0.0)  # NaN where no rank has the target
         values = torch.where(entries.is_target, at_target[row], shifted.exp() * factor - of_set)
         whole = replace(whole, values=at_target[:, None].to(whole.values.dtype))
         return _TopPGrad(whole, entries, values.to(whole.values.dtype))
@@ -156,7 +157,7 @@ class _TopPGrad:
 
 @dataclass(frozen=True)
 class _Entries:
-    """The entries of this rank's vocabulary, on the device, in the order of their ids: those of a slice are one run."""
+    """The entries of this rank's vocabulary, on the device, sorted by id, so that those of a slice are contiguous."""
 
     row: Tensor  # (entries,) int64
     id: Tensor  # (entries,) int64, global, ascending

@@ -106,7 +106,10 @@ class TopKScorer:
             overlaps = overlaps.masked_fill(self._unlisted, False)
 
         q, log_q = self._teacher()
-        log_p, clamped = self._clamped(z - maximum[:, None] - total.log()[:, None], log_q)
+        log_p = z - maximum[:, None] - total.log()[:, None]
+        active = self._active(q, log_p)
+        if self.log_prob_min_clamp is not None:
+            log_p = log_p.clamp(min=self.log_prob_min_clamp)
         # A teacher's log-prob of -inf is an entry that it did not give: q log q is 0 there, not NaN. One that is NaN
         # itself stays so.
         terms = (q * (log_q - log_p)).masked_fill((q == 0) | elsewhere, 0.0)
@@ -117,12 +120,12 @@ class TopKScorer:
             terms.masked_fill(~overlaps, 0.0).sum(dim=1),
             elsewhere.sum(dim=1, dtype=q.dtype),
         ]
-        if clamped is not None:
-            of_this_rank.append(q.masked_fill(elsewhere | ~clamped, 0.0).sum(dim=1))
+        if active is not q:
+            of_this_rank.append(active.masked_fill(elsewhere, 0.0).sum(dim=1))
         summed = gather_stats(torch.stack(of_this_rank, dim=1), self.shard).sum(dim=0)
-        head, student_mass, overlap, of_overlap, not_here, *clamped_mass = summed.unbind(dim=1)
+        head, student_mass, overlap, of_overlap, not_here, *of_active = summed.unbind(dim=1)
         teacher_mass, advantage = q.sum(dim=1), 0.0 - of_overlap / overlap.clamp(min=1)
-        active_mass = teacher_mass - clamped_mass[0] if clamped_mass else teacher_mass
+        active_mass = of_active[0] if of_active else teacher_mass
         # An id that no rank has gives no number that could be mistaken for one, and no such gradient.
         unknown = not_here != (ranks.shape[0] - 1) * k
         head, active_mass = (part.masked_fill(unknown, torch.nan) for part in (head, active_mass))
@@ -142,11 +145,9 @@ class TopKScorer:
         maximum, total, of_others, of_listed, z = saved
         d_row = torch.zeros_like(total) if grads[0] is None else grads[0].double() * self.inverse_temperature
         unread = d_row == 0  # an id that no rank has must not make NaN of a gradient that is zero
-        q, log_q = self._teacher()
+        q = self._teacher()[0]
         log_p = z.double() - maximum[:, None] - total.log()[:, None]
-        clamped = self._clamped(log_p, log_q)[1]
-        if clamped is not None:
-            q = q.masked_fill(clamped, 0.0)
+        q = self._active(q, log_p)
         if self.tail_mass_eps is None:
             q = summed_by_id(self.teacher_ids, q)
         at_ids = ((log_p.exp() * of_listed[:, None] - q) * d_row[:, None]).masked_fill(unread[:, None], 0.0)
@@ -165,15 +166,13 @@ class TopKScorer:
         q = log_q.exp()
         return (q if self._unlisted is None else q.masked_fill(self._unlisted, 0.0)), log_q
 
-    def _clamped(
+    def _active(
         self,
-        log_p: Tensor,  # (rows, k)
-        log_q: Tensor,  # (rows, k), the teacher's
-    ) -> tuple[Tensor, Tensor | None]:  # clamped (rows, k); where no gradient passes (rows, k) bool, None for nowhere
-        if self.log_prob_min_clamp is None:
-            return log_p, None
-        passes = (log_p > self.log_prob_min_clamp) | log_q.isnan()
-        return log_p.clamp(min=self.log_prob_min_clamp), ~passes
+        q: Tensor,  # (rows, k), the teacher's probs
+        log_p: Tensor,  # (rows, k), not clamped
+    ) -> Tensor:  # (rows, k)
+        """`q` where a gradient passes, else zero; NaN stays NaN."""
+        return q if self.log_prob_min_clamp is None else q * (log_p > self.log_prob_min_clamp)
 
 
 def _with_listed(

@@ -1,4 +1,4 @@
-"""Equal shares of the kept rows over context-parallel ranks: same numbers and gradients, fewer rows on the busiest."""
+"""Kept rows spread evenly over context-parallel ranks: same numbers and gradients, fewer rows on the busiest."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ COUNTS = [
 
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=9))
-def test_even_shares_without_needless_moves(counts: list[int]) -> None:
+def test_even_counts_without_needless_moves(counts: list[int]) -> None:
     transfers = Transfers.even(counts)
     assert [sum(transfers.sent(rank)) for rank in range(len(counts))] == counts
-    shares = [sum(transfers.received(rank)) for rank in range(len(counts))]
-    assert max(shares) - min(shares) <= 1 and sum(shares) == sum(counts)
+    even = [sum(transfers.received(rank)) for rank in range(len(counts))]
+    assert max(even) - min(even) <= 1 and sum(even) == sum(counts)
     moved = sum(size for i, row in enumerate(transfers.rows) for j, size in enumerate(row) if i != j)
-    assert moved == sum(max(count - share, 0) for count, share in zip(counts, shares, strict=True))
+    assert moved == sum(max(count - share, 0) for count, share in zip(counts, even, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -81,14 +81,14 @@ def score(
     ]
     shards = [Transfers.even(column) for column in zip(*counts, strict=True)]
     rows = by_rank[place][rank % tp] if sharded else torch.cat(by_rank[place])
-    shares, projected = counts[place], torch.cat(by_rank[place])
+    even, projected = counts[place], torch.cat(by_rank[place])
     if balanced:
-        shares = tuple(sum(each.received(place)) for each in shards)
+        even = tuple(sum(each.received(place)) for each in shards)
         parts = [each.parts(place, [by_rank[c][s] for c in range(cp)]) for s, each in enumerate(shards)]
         projected = torch.cat([each for of_shard in parts for each in of_shard])
     gather: RowGather = Replicated(of_tp) if tp > 1 else Local()
     if sharded:
-        gather = SequenceSharded(of_tp, shares)
+        gather = SequenceSharded(of_tp, even)
     if balanced:
         gather = Balanced(gather, of_cp, shards[rank % tp if sharded else 0])
     hidden, weight = (each.clone().requires_grad_() for each in (mine.hidden[rows], mine.weight))
@@ -141,13 +141,13 @@ def test_the_same_numbers_and_gradients(
     plain = head.plain("loss", CUTS[tp][1:-1])
     # Each rank rounds its part of the weight's gradient, which the plain path of one rank rounds once.
     assert_as_good_as_plain(ours, plain, head.truth(), factor=1.1 if dtype == torch.float32 else 1.5)
-    shares = [result["projected"] for result in of_first_tp]
-    assert max(shares) - min(shares) <= tp and sum(shares) == total
+    even = [result["projected"] for result in of_first_tp]
+    assert max(even) - min(even) <= tp and sum(even) == total
     for result in results:
         assert result["forward"].get("all_to_all_single") == 2 and result["all"].get("all_to_all_single") == 4
 
 
-def test_the_busiest_rank_projects_its_share_alone(rank_pool: RankPool) -> None:
+def test_the_busiest_rank_projects_fewer_rows(rank_pool: RankPool) -> None:
     counts = ((30,), (2,))
     head = Head.random(32, 24, 137)
     before, after = (rank_pool.run(2, score, head, counts, False, balanced) for balanced in (False, True))

@@ -78,17 +78,16 @@ OF_TEACHER = {
 }
 LOG_PROB, HEAD = "one of entropy, sum_p2, ", "one of entropy, sum_p2, vocab_size, fp32_logits, bias, dtype, hidden size"
 KL = "one of tail_mass_eps, log_prob_min_clamp, k, dtype, hidden size, bias"
-CLAMP = (with_(log_prob_min_clamp=-20.0), KL)  # the teacher's log-probs are above it
 DTYPE: dict[str, tuple[Change, str]] = {"dtype": (narrow, "dtype")}
 WRONG: dict[str, dict[str, tuple[Change, str]]] = {
     "linear_log_probs": OF_TARGETS
     | DTYPE
     | {"vocab_size": (with_(vocab_size=12), LOG_PROB), "a bias": (with_(bias=torch.ones(8)), LOG_PROB)},
     "log_probs": OF_TARGETS | DTYPE,
-    "linear_topk_kl": OF_TEACHER | DTYPE | {"clamp": CLAMP},
+    "linear_topk_kl": OF_TEACHER | DTYPE,
     "topk_kl": OF_TEACHER
     | DTYPE
-    | {"clamp": CLAMP, "mask": (with_(loss_mask=torch.ones(ROWS) > 0), differs("the place of the kept rows"))},
+    | {"mask": (with_(loss_mask=torch.ones(ROWS) > 0), differs("the place of the kept rows"))},
 }
 # Without it these end a process or hang it.
 LOUD: dict[str, tuple[Change, str]] = {
@@ -101,14 +100,17 @@ NO_GRADIENT: dict[str, tuple[Change, str]] = {
         "whether the hidden states need a gradient is 1 on rank 0, 0 on rank 1",
     )
 }
-TAIL: dict[str, tuple[Change, str]] = {"tail": (with_(tail=True), KL)}
+FORMS: dict[str, tuple[Change, str]] = {
+    "tail": (with_(tail=True), KL),
+    "clamp": (with_(log_prob_min_clamp=-20.0), KL),  # the teacher's log-probs are above it
+}
 SHORT = {name: lambda q: q[:, :2] for name in ("teacher_ids", "teacher_log_probs")}
 HUNG: dict[str, dict[str, tuple[Change, str]]] = {
     "linear_log_probs": NO_GRADIENT
     | {"entropy": (with_(entropy="loss"), LOG_PROB), "sum_p2": (with_(sum_p2=True), LOG_PROB)},
     "log_probs": {"entropy": (with_(entropy="metric"), LOG_PROB)},
-    "linear_topk_kl": NO_GRADIENT | TAIL,
-    "topk_kl": TAIL
+    "linear_topk_kl": NO_GRADIENT | FORMS,
+    "topk_kl": FORMS
     | {
         "k": (lambda given: given | {name: change(given[name]) for name, change in SHORT.items()}, KL),
         "mask": (with_(loss_mask=torch.arange(ROWS) < 3), "the number of kept rows is 5 on rank 0, 3 on rank 1"),

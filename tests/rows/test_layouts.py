@@ -18,6 +18,8 @@ def test_case_7_3_packed_labels_stop_at_the_border_between_two_sequences():
     assert layout.source.tolist() == [0, 1, 2, 3, 4, -1]
     assert layout.label_source.tolist() == [1, 2, -1, 4, -1, -1]
     assert [tokens[i].item() if i >= 0 else None for i in layout.label_source] == [11, 12, None, 21, None, None]
+    assert layout.labels(tokens).tolist() == [11, 12, 0, 21, 0, 0]
+    assert packed([], [], 3).labels(tokens[:0]).tolist() == [0, 0, 0]
     assert layout.predicts.tolist() == [True, True, False, True, False, False]
 
 

@@ -198,9 +198,9 @@ def test_case_1_4_each_term_reads_its_own_rows_of_the_union() -> None:
 def test_case_1_4_a_row_that_was_not_selected_is_not_read_as_zero(mask: Tensor) -> None:
     policy_alone = RowSelection.of_masks([A], SOURCE, TOKENS)
     row = int((mask & ~A).nonzero()[0])
-    told = f"row {row} is read but was not selected; build the selection of all masks that are read: RowSelection.of_"
+    error = f"row {row} is read but was not selected; build the selection of all masks that are read: RowSelection.of_"
     for values in (torch.zeros(1), torch.zeros(4)):
-        with pytest.raises(InputError, match=told):
+        with pytest.raises(InputError, match=error):
             policy_alone.read(values, mask)
     nothing = RowSelection.of_masks([A & B], SOURCE, TOKENS)
     with pytest.raises(InputError, match="is read but was not selected"):
@@ -227,7 +227,7 @@ def test_what_is_read_is_what_stands_there(chosen: list[int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("call", "told"),
+    ("call", "error"),
     [
         (lambda: RowSelection.of_masks([], SOURCE, TOKENS), "needed one or more bool masks of one shape, got none"),
         (
@@ -245,6 +245,6 @@ def test_what_is_read_is_what_stands_there(chosen: list[int]) -> None:
         ),
     ],
 )
-def test_what_is_no_row_set(call: Callable[[], object], told: str) -> None:
-    with pytest.raises(InputError, match=told):
+def test_what_is_no_row_set(call: Callable[[], object], error: str) -> None:
+    with pytest.raises(InputError, match=error):
         call()

@@ -1,4 +1,4 @@
-"""The same inputs and the same budget give the same bits: twice, on ranks, whatever ran before or is asked besides."""
+"""The same inputs and the same budget give the same bits: twice, on ranks, whatever ran before or is computed too."""
 
 from __future__ import annotations
 
@@ -109,14 +109,14 @@ def test_the_same_bits_whatever_ran_before(way: str) -> None:
 @each_dtype
 @pytest.mark.parametrize("chunk_bytes", [1, 2**14, 2**16, None])
 def test_log_probs_have_the_same_bits_whatever_else_is_asked(chunk_bytes: int | None, dtype: torch.dtype) -> None:
-    """Or the ratio of a policy to itself would not be 1 where the pass before training asked for no entropy."""
+    """Or the ratio of a policy to itself would not be 1 where the pass before training needs no entropy."""
     head = Head.random(100, 32, 1003, dtype)
     given: Any = (head.hidden, head.weight, head.targets)
     with torch.no_grad():
         before = linear_log_probs(*given, chunk_bytes=chunk_bytes).log_probs
     head.hidden.requires_grad_()
-    for asked in ({"entropy": "none"}, {"entropy": "metric"}, {"entropy": "loss"}, {"sum_p2": True}):
-        assert torch.equal(linear_log_probs(*given, chunk_bytes=chunk_bytes, **asked).log_probs, before), asked
+    for options in ({"entropy": "none"}, {"entropy": "metric"}, {"entropy": "loss"}, {"sum_p2": True}):
+        assert torch.equal(linear_log_probs(*given, chunk_bytes=chunk_bytes, **options).log_probs, before), options
 
 
 def test_other_bits_would_be_seen() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from compact_logits import TokenStats, linear_log_probs, log_probs
+from compact_logits import TokenStats, linear_log_probs, log_probs, reference
 
 NAN, INF = math.nan, math.inf
 
@@ -32,7 +32,13 @@ def through_head(logits: Tensor, targets: Tensor, **options: object) -> TokenSta
     return TokenStats(torch.cat([row.log_probs for row in rows]), torch.cat(entropies) if entropies else None)
 
 
+def by_definition(logits: Tensor, targets: Tensor, **options: object) -> TokenStats:
+    options.pop("entropy")
+    return TokenStats(*reference.log_probs(logits, targets, **options))
+
+
 each_entry = pytest.mark.parametrize("score", [through_logits, through_head])
+and_the_definition = pytest.mark.parametrize("score", [through_logits, through_head, by_definition])
 
 
 def gradient(score: Score, row: list[float], target: int, weights: tuple[float, float], **options: object) -> Tensor:
@@ -44,7 +50,7 @@ def gradient(score: Score, row: list[float], target: int, weights: tuple[float, 
     return logits.grad[0]
 
 
-@each_entry
+@and_the_definition
 def test_values_and_gradients_of_a_known_row(score: Score) -> None:
     logits = torch.tensor([[0.0, 1, 2, 3]]).expand(4, 4)
     result = score(logits, torch.arange(4), entropy="metric")
@@ -59,7 +65,7 @@ def test_values_and_gradients_of_a_known_row(score: Score) -> None:
         assert gradient(score, [0, 1, 2, 3], target, weights).tolist() == pytest.approx(expected, abs=1e-6)
 
 
-@each_entry
+@and_the_definition
 @pytest.mark.parametrize(
     ("temperature", "log_prob", "entropy"),
     [(0.5, -0.0205811, 0.1069208), (1.0, -0.1698460, 0.5242666), (1.5, -0.3357094, 0.7804295)],
@@ -86,8 +92,8 @@ def test_case_10_2_a_temperature_of_one_changes_no_bit_and_any_other_counts_once
     torch.testing.assert_close(tempered.entropy, once.entropy, rtol=0, atol=2e-6)
 
 
-@each_entry
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@and_the_definition
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_case_11_1_sums_over_a_real_vocabulary_do_not_stall(score: Score, dtype: torch.dtype) -> None:
     result = score(torch.zeros(1, 248320, dtype=dtype), torch.tensor([248319]), entropy="metric")
     assert result.log_probs.dtype == result.entropy.dtype == torch.float32
@@ -104,7 +110,7 @@ def test_case_11_1_bf16_logits_score_as_the_numbers_they_hold() -> None:
     torch.testing.assert_close(result.entropy.double(), -(exact.exp() * exact).sum(1), rtol=0, atol=1e-5)
 
 
-@each_entry
+@and_the_definition
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_large_logits_lose_nothing(score: Score, dtype: torch.dtype) -> None:
     logits = torch.tensor([[10000.0, 9999, 9998]], dtype=dtype)
@@ -208,8 +214,8 @@ def test_case_2_2_entropy_is_the_same_before_and_after_log_prob(dtype: torch.dty
     logits = torch.tensor([[0.0, 1, 2, 3]], dtype=dtype).requires_grad_()
     head, target = torch.eye(4, dtype=dtype), torch.tensor([3])
     for score in (
-        lambda **asked: log_probs(logits, target, **asked),
-        lambda **asked: linear_log_probs(logits, head, target, **asked),
+        lambda **options: log_probs(logits, target, **options),
+        lambda **options: linear_log_probs(logits, head, target, **options),
     ):
         for grad in (True, False):
             with torch.set_grad_enabled(grad):

@@ -32,9 +32,9 @@ def test_case_1_2_of_a_known_row_and_one_of_nothing() -> None:
 @pytest.mark.parametrize("entropy", ["none", "metric", "loss"])
 def test_it_has_no_graph_and_changes_nothing_else(entropy: str) -> None:
     head = Head.random(9, 7, 33, bias=True)
-    plain, asked = head.compact(entropy), head.compact(entropy, sum_p2=True)
-    del asked["sum_p2"]
-    assert plain.keys() == asked.keys() and all(torch.equal(plain[name], asked[name]) for name in plain)
+    plain, both = head.compact(entropy), head.compact(entropy, sum_p2=True)
+    del both["sum_p2"]
+    assert plain.keys() == both.keys() and all(torch.equal(plain[name], both[name]) for name in plain)
     hidden = head.hidden.clone().requires_grad_()
     stats = linear_log_probs(hidden, head.weight, head.targets, entropy=entropy, sum_p2=True)
     assert stats.sum_p2 is not None and not stats.sum_p2.requires_grad and stats.log_probs.requires_grad

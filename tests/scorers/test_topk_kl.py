@@ -118,7 +118,7 @@ def test_where_both_sides_are_below_the_clamp_nothing_is_left(dtype: torch.dtype
 
 
 def test_case_13_5_no_entry_is_clipped_before_the_sum() -> None:
-    # q_2 log(q_2 / p_2) is negative and stays so; clipped at zero, the sum would be positive.
+    # q_2 log(q_2 / p_2) is negative and is left so; clipped at zero, the sum would be positive.
     p, q = torch.tensor([[0.5, 0.4, 0.1]]), torch.tensor([[0.4, 0.3]])
     assert topk_kl(p.log(), q.log(), torch.tensor([[0, 1]])).loss.item() == pytest.approx(-0.1755620, abs=1e-6)
 

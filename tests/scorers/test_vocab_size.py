@@ -25,11 +25,11 @@ def test_no_padding_changes_no_bit() -> None:
 def test_case_6_2_counted_or_not(chunk_bytes: int | None) -> None:
     logits, target = torch.tensor([[1.0, 2, 3, 5]]), torch.tensor([2])
     for vocab_size, expected in ((3, (-0.4076060, 0.8323956)), (None, (-2.1851825, 0.5950867))):
-        asked: dict[str, Any] = {"entropy": "loss", "sum_p2": True, "vocab_size": vocab_size}
+        given: dict[str, Any] = {"entropy": "loss", "sum_p2": True, "vocab_size": vocab_size}
         weight = torch.eye(4, requires_grad=True)
         for found in (
-            log_probs(logits, target, **asked),
-            linear_log_probs(logits, weight, target, chunk_bytes=chunk_bytes, **asked),
+            log_probs(logits, target, **given),
+            linear_log_probs(logits, weight, target, chunk_bytes=chunk_bytes, **given),
         ):
             assert (found.log_probs.item(), found.entropy.item()) == pytest.approx(expected, abs=1e-6)
             of_real = reference.sum_p2(logits[:, :vocab_size].double()).item()

@@ -5,7 +5,8 @@ Needs a CUDA build of torch, and no GPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -47,11 +48,11 @@ _WAITS = {
     "unique_dim",
 }
 
-# They touch only what their index names, of one of their arguments; and they overwrite, without reading it, another.
-_INDEXED = {"gather": 0, "index": 0, "index_select": 0, "index_copy_": 0, "index_fill_": 0, "index_put_": 0}
-_INDEXED |= {"scatter_": 0, "scatter_add_": 0, "write_at_": 0, "index_add_": 0}
-_OVERWRITTEN = {"copy_", "fill_", "zero_"}
-_LIKE = {"full_like", "new_full", "new_ones", "new_zeros", "ones_like", "zeros_like"}
+# They touch of their first argument only what an index names.
+_INDEXED = {"gather", "index", "index_select", "index_copy_", "index_fill_", "index_put_", "scatter_", "scatter_add_"}
+_INDEXED |= {"write_at_"}
+_OVERWRITES = {"copy_", "fill_", "zero_"}
+_FILLS = {"full_like", "new_full", "new_ones", "new_zeros", "ones_like", "zeros_like"}
 
 
 class HostWait(AssertionError):
@@ -81,17 +82,13 @@ class DeviceWork(TorchDispatchMode):
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        name = func._schema.name
-        short = name.partition("::")[2]
-        _raise_wait(short, args, kwargs)
+        space, _, name = func._schema.name.partition("::")
+        _raise_wait(name, args, kwargs)
         result = func(*args, **kwargs)
-        if (
-            not name.startswith("prim::")
-            and short not in _NO_LAUNCH
-            and not func.is_view
-            and any(map(_on_gpu, tree_leaves((args, kwargs, result))))
-        ):
-            self.launches.append(Launch(self.stage, name, _traffic(func, short, args, kwargs, result)))
+        launched = space != "prim" and name not in _NO_LAUNCH and not func.is_view
+        if launched and any(map(_on_gpu, tree_leaves((args, kwargs, result)))):
+            traffic = _traffic(func._schema, name, args, kwargs, result)
+            self.launches.append(Launch(self.stage, f"{space}::{name}", traffic))
         return result
 
     def others(self, stage: str) -> list[Launch]:
@@ -110,83 +107,79 @@ def fake_cuda() -> Iterator[DeviceWork]:
 
 
 def backward(
-    outputs: Sequence[Tensor],
-    grads: Callable[[Tensor], Tensor] = torch.ones_like,
-) -> tuple[Tensor | None, ...]:
-    """The product's own node behind the outputs, run here: autograd's threads need a real device."""
-    node = _node(outputs[0].grad_fn)
-    given = [None] * len(node._input_metadata) if hasattr(node, "_input_metadata") else None
-    assert given is not None
-    for output in outputs:
-        if output.grad_fn is not None and _node(output.grad_fn) is node:
-            given[output.output_nr] = grads(output)
-    return node._forward_cls.backward(node, *given)
+    *outputs: Tensor,
+) -> tuple[Tensor | None, ...]:  # what the function's backward returned
+    """Run the backward of the autograd function behind the outputs, here: autograd's own threads need a real device."""
+    sources = [_source(output) for output in outputs]
+    node = sources[0][0]
+    assert all(each is node for each, _ in sources)
+    grads: list[Tensor | None] = [None] * (1 + max(place for _, place in sources))
+    for output, (_, place) in zip(outputs, sources, strict=True):
+        grads[place] = torch.ones_like(output).flatten()
+    returned: tuple[Tensor | None, ...] = node._forward_cls.backward(node, *grads)
+    return returned
 
 
-def _node(grad_fn: Any) -> Any:
-    todo = [grad_fn]
-    while todo:
-        node = todo.pop()
-        if hasattr(node, "_forward_cls"):
-            return node
-        todo += [] if node is None else [each for each, _ in node.next_functions]
-    raise AssertionError("no autograd function of the product's is behind the output")
+def _source(output: Tensor) -> tuple[Any, int]:
+    """The autograd function that made the output, behind any views, and which of its outputs it is."""
+    node, place = output.grad_fn, output.output_nr
+    while not hasattr(node, "_forward_cls"):
+        assert node is not None, "no autograd function of the product's is behind the output"
+        node, place = node.next_functions[0]
+    return node, place
 
 
-def _raise_wait(short: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
-    on_gpu = [each for each in tensors if _on_gpu(each)]
-    if on_gpu and short in _WAITS:
-        raise HostWait(short)
-    if (
-        on_gpu
-        and short in ("index", "index_put_")
-        and any(each is not None and each.dtype == torch.bool for each in args[1])
-    ):
+def _raise_wait(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    tensors = _tensors((args, kwargs))
+    if name in _WAITS and any(map(_on_gpu, tensors)):
+        raise HostWait(name)
+    if name in ("index", "index_put_") and any(_on_gpu(each) and each.dtype == torch.bool for each in args[1]):
         raise HostWait("an index of bools, whose number the host must know")
-    if short == "_to_copy":
-        source, target = tensors[0].device, kwargs.get("device") or tensors[0].device
-        non_blocking = kwargs.get("non_blocking")
-    elif short == "copy_":
-        source, target = args[1].device, args[0].device
-        non_blocking = args[2] if len(args) > 2 else kwargs.get("non_blocking")
+    if name == "_to_copy":
+        source, target, non_blocking = args[0].device, kwargs.get("device"), kwargs.get("non_blocking")
+    elif name == "copy_":
+        source, target, non_blocking = args[1].device, args[0].device, args[2:] == (True,)
     else:
         return
-    kinds = source.type, torch.device(target).type
+    kinds = source.type, source.type if target is None else torch.device(target).type
     if kinds == ("cuda", "cpu") or (kinds == ("cpu", "cuda") and not non_blocking):
         raise HostWait(f"a copy from {kinds[0]} to {kinds[1]}")
 
 
-def _traffic(func: Any, short: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    named = {argument.name: argument for argument in func._schema.arguments}
-    given = dict(zip(named, args, strict=False)) | kwargs
-    read, written = 0, 0
-    for place, (name, value) in enumerate(given.items()):
-        tensors = [each for each in tree_leaves(value) if isinstance(each, Tensor)]
-        size = sum(map(_bytes, tensors))
-        alias = named[name].alias_info
-        if short in _INDEXED and place == _INDEXED[short]:
-            continue
-        if alias is not None and alias.is_write:
-            written += size
-            read += 0 if short in _OVERWRITTEN or name == "out" else size
-        elif short not in _LIKE:
-            read += size
-    fresh = [each for each in tree_leaves(result) if isinstance(each, Tensor)] if not written else []
-    if short in _INDEXED:  # as much is touched as is given, or comes out
-        touched = (
-            fresh if not short.endswith("_") else [each for each in tree_leaves(args[1:]) if isinstance(each, Tensor)]
-        )
-        return read + sum(map(_bytes, touched)) * (1 if short.endswith("_") else 2)
-    return read + written + sum(map(_bytes, fresh))
+def _traffic(schema: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """Bytes read and written: of what is written in place both, unless it is overwritten."""
+    names = [argument.name for argument in schema.arguments]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    mutable = {argument.name for argument in schema.arguments if argument.alias_info is not None}
+    read = {key: _bytes(value) for key, value in given.items()}
+    written = {key: read[key] for key in mutable & set(given)}
+    made = 0 if written else _bytes(result)
+    if name in _INDEXED:
+        del read[names[0]]
+        written.clear()
+        # As much is written there as the values take, which are read; or as much is read there as comes out.
+        return 2 * sum(read.values()) if name.endswith("_") else sum(read.values()) + 2 * made
+    if name in _OVERWRITES:
+        del read[names[0]]
+    if name in _FILLS or name == "empty":
+        read.clear()
+    for argument in schema.arguments:
+        if argument.kwarg_only and argument.name in mutable:  # out
+            read.pop(argument.name, None)
+    return sum(read.values()) + sum(written.values()) + made
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [each for each in tree_leaves(values) if isinstance(each, Tensor)]
 
 
 def _on_gpu(value: Any) -> bool:
     return isinstance(value, Tensor) and value.device.type == "cuda"
 
 
-def _bytes(tensor: Tensor) -> int:
-    elements = 1
-    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        elements *= size if stride else 1  # an expanded axis is read once
-    return elements * tensor.element_size()
+def _bytes(values: Any) -> int:
+    total = 0
+    for tensor in _tensors(values):
+        axes = zip(tensor.shape, tensor.stride(), strict=True)
+        total += math.prod(size for size, stride in axes if stride) * tensor.element_size()  # expanded: read once
+    return total

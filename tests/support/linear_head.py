@@ -129,8 +129,8 @@ class Head:
         """The scorer's outputs by their definition over dense logits."""
         if what in _KL:
             assert self.teacher_log_probs is not None and self.teacher_ids is not None
-            asked: Any = {"temperature": self.temperature, **_KL[what]}
-            return reference.topk_kl(logits, self.teacher_log_probs, self.teacher_ids, **asked)
+            settings: Any = {"temperature": self.temperature, **_KL[what]}
+            return reference.topk_kl(logits, self.teacher_log_probs, self.teacher_ids, **settings)
         log_prob, entropy = reference.log_probs(logits, self.targets, temperature=self.temperature)
         if what == "top_p":
             log_prob = self._replayed(logits, log_prob)
@@ -173,7 +173,7 @@ class Head:
             return _of_kl(
                 linear_topk_kl(hidden, weight, self.teacher_log_probs, self.teacher_ids, **given, **_KL[what])
             )
-        return _of_stats(linear_log_probs(hidden, weight, self.targets, **given, **_asked(what)))
+        return _of_stats(linear_log_probs(hidden, weight, self.targets, **given, **_settings(what)))
 
     def with_logits(self, what: str = "loss", **options: Any) -> Results:
         """Through a plain product and `log_probs` or `topk_kl`, with its options."""
@@ -182,7 +182,7 @@ class Head:
             logits, given = linear(hidden, weight, bias), {"temperature": self.temperature, **options}
             if what in _KL:
                 return _of_kl(topk_kl(logits, self.teacher_log_probs, self.teacher_ids, **given, **_KL[what]))
-            return _of_stats(log_probs(logits, self.targets, **given, **_asked(what)))
+            return _of_stats(log_probs(logits, self.targets, **given, **_settings(what)))
 
         return self._run(score)
 
@@ -219,7 +219,7 @@ def _is_float(value: object) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
 
 
-def _asked(what: str) -> dict[str, Any]:
+def _settings(what: str) -> dict[str, Any]:
     return {"entropy": "loss", "sum_p2": True} if what == "sum_p2" else {"entropy": what}
 
 

@@ -121,8 +121,8 @@ def _joined(example: Example, parts: list[list[Part]], rows: Tensor) -> dict[str
         joined["d_logits"] = torch.cat(whole)[pick]
     if "d_hidden" in trained:
         holders = parts if example.sequence_parallel else parts[:1]
-        held = [part for rank in holders for part in rank]
-        sources, grads = torch.cat([p["source"] for p in held]), torch.cat([p["d_hidden"] for p in held])
+        holding = [part for rank in holders for part in rank]
+        sources, grads = torch.cat([p["source"] for p in holding]), torch.cat([p["d_hidden"] for p in holding])
         of_token = grads.new_zeros(sum(total for total, _ in example.lengths) + 1, example.hidden)
         of_token[sources] = grads  # padding rows are the last entry's
         joined["d_hidden"] = of_token[rows]

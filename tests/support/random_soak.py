@@ -30,8 +30,8 @@ __all__ = ["check", "draw", "main", "soak"]
 
 ALL = list(HealthCheck)
 BATCH = 40
-# How many mismatches are told in full.
-TOLD = 5
+# How many mismatches are reported in full.
+REPORTED = 5
 
 RunOnRanks = Callable[[int, int, list[Example]], list[list[Part]]]
 
@@ -76,7 +76,7 @@ def _by_place(example: Example, answers: list[list[Part]]) -> list[list[Part]]:
 def soak(
     count: int, seed: int, pool: RankPool, say: Callable[[str], None], run: RunOnRanks = run_on_ranks
 ) -> dict[str, Any]:
-    """The figures of a soak. Each mismatch is told with the example, so that it can be run again by itself."""
+    """The counts of a soak. Each mismatch is reported with the example, so that it can be run again by itself."""
     begin = last = time.monotonic()
     waiting: dict[int, list[Example]] = {}
     kinds: dict[str, Counter[str]] = {
@@ -90,7 +90,7 @@ def soak(
             done += 1
             if found:
                 wrong += 1
-                if wrong <= TOLD:
+                if wrong <= REPORTED:
                     say(f"mismatch: {'; '.join(found)}\n  tools/soak --example '{example.dumps()}'")
         if time.monotonic() - last > 10:
             last = time.monotonic()
@@ -145,7 +145,7 @@ def main(arguments: list[str] | None = None, run: RunOnRanks = run_on_ranks) -> 
     parser = argparse.ArgumentParser(prog="tools/soak", description=__doc__)
     parser.add_argument("--examples", type=int, default=10_000, metavar="N")
     parser.add_argument("--seed", type=int, help="default: a new one, printed")
-    parser.add_argument("--example", help="one example, as a mismatch was told, instead of random ones")
+    parser.add_argument("--example", help="one example, as a mismatch was reported, instead of random ones")
     parser.add_argument("--report", type=Path, help="a JSON file for the report, which is printed as well")
     given_ = parser.parse_args(arguments)
     torch.set_num_threads(1)

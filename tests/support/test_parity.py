@@ -56,6 +56,13 @@ def test_factor_and_floor_set_the_bound(check: Callable[..., float]) -> None:
     check(ours, plain, truth, floor=1e-3)
 
 
+def test_the_floor_of_small_values_is_theirs() -> None:
+    truth = torch.full((4,), 1e-3, dtype=torch.float64)
+    assert_close_to_truth((truth + 1e-9).float(), truth.float(), truth, floor=1e-5)
+    with pytest.raises(AssertionError, match="above"):
+        assert_close_to_truth((truth + 1e-6).float(), truth.float(), truth, floor=1e-5)
+
+
 @each_check
 def test_a_limit_holds_however_bad_plain_is(check: Callable[..., float]) -> None:
     truth = fp64()

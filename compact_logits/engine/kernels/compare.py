@@ -15,8 +15,8 @@ __all__ = ["compare_kernels"]
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 # Columns, and padding behind them. Rows of the first begin and end at multiples of 16 elements, as the engine's do, so
-# that loads are wide; those of the second do not. Both take several blocks and a part of one.
-_WIDTHS = ((8960, 48), (4999, 10))
+# that loads are wide; those of the second do not. Both take whole blocks and a part of one.
+_WIDTHS = ((4864, 48), (4999, 10))
 
 # Of a value in fp32. exp(z - M) differs that much where z - M = -80: Triton's is 2 to the power of a rounded product.
 _BOUND = 1e-5
@@ -59,7 +59,7 @@ def _hard_slice(
     logits[3, columns // 2] = 60.0  # has all probability but for e-20
     logits[4, ::3] = -torch.inf  # masked columns
     logits[5] = -torch.inf
-    logits[6, : columns - columns // 3] = -torch.inf  # the first block has nothing
+    logits[6, : columns - columns // 8] = -torch.inf  # the first block has nothing
     logits[7, columns // 3] = torch.nan
     logits[8, columns // 3] = torch.inf
     return torch.nn.functional.pad(logits, (0, padding), value=_PADDING).to(device, dtype)

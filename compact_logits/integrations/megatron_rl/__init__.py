@@ -1,13 +1,13 @@
 """Megatron-RL: log-probs of the sampled tokens without logits gathered over the vocabulary.
 
-Off unless asked for, by `COMPACT_LOGITS=1` or by `--rl-use-vocab-parallel-selected-logprobs` (`add_arguments`). Then
-`megatron.rl.rl_utils.get_logprobs` answers as before, `(batch, sequence - 1)`, but the output layer stays sharded.
+Off unless enabled, by `COMPACT_LOGITS=1` or by `--rl-use-vocab-parallel-selected-logprobs` (`add_arguments`). Then
+`megatron.rl.rl_utils.get_logprobs` returns `(batch, sequence - 1)` as before, but no logits are gathered.
 
 Old, reference and current log-probs are all fp32, also of a bf16 or fp16 model, where the gathered path takes the
 log-softmax in the model's dtype and rounds each log-prob to it. The policy ratio `exp(current - old)` is then free of
 that rounding, which alone moves it by up to 2^-8 of a log-prob's size, 3% for a log-prob of -8 in bf16, against a
 clipping range of 1%; expect fewer clipped tokens than on the gathered path, not the same ones. All three change
-together: one model is compacted in every pass or in none.
+together: a model takes the compact path in every pass or in none.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 def install(args: argparse.Namespace | None = None) -> None:
     """Switch the compact path on in this process, if `COMPACT_LOGITS` or the flag in `args` says so; else do nothing.
 
-    `args`: Megatron's arguments. Whatever the run's own arguments or its model refuse keeps the gathered path, with
-    the reason logged once. Installing twice is installing once.
+    `args`: Megatron's arguments. A run or a model that is refused keeps the gathered path, with the reason logged
+    once. A second call does nothing.
 
     Raises `ConfigError` for an unknown setting and `PatchError` for a version of Megatron whose signatures are not the
     proven ones. With `COMPACT_LOGITS=strict`, the first pass of a refused setup raises `RefusedError`.
@@ -73,7 +73,7 @@ def install(args: argparse.Namespace | None = None) -> None:
 
 
 def uninstall() -> None:
-    """Put every replaced function back; nothing happens where nothing was installed.
+    """Put every replaced function back; does nothing if nothing was installed.
 
     Raises `PatchError` where somebody else has patched on top.
     """

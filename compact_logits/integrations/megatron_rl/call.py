@@ -1,4 +1,4 @@
-"""One call of `get_logprobs`: its labels on the way in, the question at the model, the answer on the way out."""
+"""One call of `get_logprobs` on the compact path: its labels, the request to the head, and the log-probs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def current_call() -> LogProbsCall | None:
 
 
 class LogProbsCall:
-    """`get_logprobs` runs as it is; the head is asked by a hook that adds Megatron's official output processor."""
+    """`get_logprobs` itself is unchanged: a forward pre-hook adds Megatron's output processor to the model's call."""
 
     def __init__(
         self,
@@ -47,10 +47,10 @@ class LogProbsCall:
 
     @contextmanager
     def running(self, model: torch.nn.Module) -> Iterator[None]:
-        """For the time of the context, this thread is in this call, and `model`, a GPTModel, is asked."""
+        """Within the context, `current_call()` is this call, and forwards of `model`, a GPTModel, carry its request."""
         token = _current.set(self)
         try:
-            with model.register_forward_pre_hook(self._ask, with_kwargs=True):
+            with model.register_forward_pre_hook(self._add_request, with_kwargs=True):
                 yield
         finally:
             _current.reset(token)
@@ -58,9 +58,9 @@ class LogProbsCall:
     def cut(
         self,
         local_labels: Tensor,  # (batch, local sequence), the label of every position of this context-parallel rank
-        positions: Tensor,  # (local sequence,) int64, where they stand in the whole sequence
+        positions: Tensor,  # (local sequence,) int64, their positions in the whole sequence
     ) -> None:
-        """Take note of how `get_logprobs` has cut the sequence for context parallelism."""
+        """Use the labels and positions to which `get_logprobs` has cut the sequence for context parallelism."""
         self._labels = local_labels
         self._keep = self._keep.index_select(1, positions.to(self._keep.device))
 
@@ -69,9 +69,9 @@ class LogProbsCall:
         output: Tensor,  # (batch, local positions, 2), of the model
         index: Tensor,  # (batch, local positions) int64
     ) -> Tensor:  # (batch, local positions) fp32
-        """The log-probs, where `get_logprobs` would now take them from logits.
+        """The log-probs that `get_logprobs` would now compute from logits.
 
-        Raises `InputError` where the head has not answered, since a log-prob of the gathered path, in another dtype,
+        Raises `InputError` if the head has not computed them, since a log-prob of the gathered path, in another dtype,
         must not be compared with one of this path.
         """
         outcome = None if self._request is None else self._request.outcome
@@ -93,7 +93,9 @@ class LogProbsCall:
         counted = torch.ones(tokens.shape[0], tokens.shape[1] - 1, dtype=torch.bool) if mask is None else mask != 0
         return F.pad(counted, (0, 1), value=False)
 
-    def _ask(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _add_request(
+        self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         batch, config = self._labels.shape[0], self._config
         labels = rearrange(self._labels, "batch position -> (position batch)")
         on_device = rearrange(self._keep, "batch position -> (position batch)").to(labels.device)

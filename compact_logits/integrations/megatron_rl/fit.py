@@ -71,7 +71,7 @@ def head_bytes(policy: Policy, micro_batch: int, path: Path) -> HeadBytes:
         return simulate(policy.size_of(micro_batch), "compact")
     if micro_batch <= _SIMULATED:
         return _gathered(policy, micro_batch)
-    # Each further sequence adds the same, once there are enough of them that the worst moment stays the worst.
+    # Each further sequence adds the same, once there are enough of them that the peak no longer moves.
     most, less = _gathered(policy, _SIMULATED), _gathered(policy, _SIMULATED - 1)
     further = micro_batch - _SIMULATED
     return HeadBytes(

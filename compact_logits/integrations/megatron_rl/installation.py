@@ -1,4 +1,4 @@
-"""The functions of `megatron.rl` that are replaced together, and the one decision for each model."""
+"""The patches of `megatron.rl`, and the decision whether a model takes the compact path."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ logger = logging.getLogger("compact_logits")
 
 
 class Installation:
-    """The patches of one process. A model is compacted in every pass or in none, as its first pass decides."""
+    """The patches of one process. A model takes the compact path in every pass or in none; its first pass decides."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
         self._decisions: WeakKeyDictionary[Any, tuple[Refusal, ...]] = WeakKeyDictionary()
-        self._told: set[Refusal] = set()
+        self._logged: set[Refusal] = set()
         rl_utils = importlib.import_module("megatron.rl.rl_utils")
         packing = importlib.import_module("megatron.rl.sequence_packing_utils")
         self._get_args: Callable[[], Namespace] = rl_utils.get_args
@@ -53,11 +53,11 @@ class Installation:
         self.patches = PatchSet(*patches)
 
     def refused(self) -> list[Refusal]:
-        """Why models of this process keep the gathered path, as far as they have been seen."""
-        return sorted(self._told, key=lambda refusal: refusal.reason)
+        """Why models of this process keep the gathered path, of those that have had a pass."""
+        return sorted(self._logged, key=lambda refusal: refusal.reason)
 
     def compacts(self) -> bool:
-        """Whether a model of this process takes the compact path, as far as they have been seen."""
+        """Whether a model of this process takes the compact path, of those that have had a pass."""
         return not all(self._decisions.values())
 
     def decide(self, model: Any) -> tuple[Refusal, ...]:
@@ -88,14 +88,14 @@ class Installation:
         return [Refusal("this version's get_logprobs does not know context parallelism", "use Megatron-LM main")]
 
     def _settle(self, found: tuple[Refusal, ...]) -> bool:
-        """Whether to take the compact path, the reasons told once. Raises `RefusedError` in strict mode if not."""
+        """Whether to take the compact path. Logs each reason against it once, and raises it in strict mode."""
         for refusal in found:
-            if refusal not in self._told:
-                self._told.add(refusal)
+            if refusal not in self._logged:
+                self._logged.add(refusal)
                 logger.warning("gathered path: %s; %s", refusal.reason, refusal.remedy)
         if found and self.config.mode == "strict":
-            told = "; ".join(f"{refusal.reason} ({refusal.remedy})" for refusal in found)
-            raise RefusedError(f"COMPACT_LOGITS=strict: {told}")
+            reasons = "; ".join(f"{refusal.reason} ({refusal.remedy})" for refusal in found)
+            raise RefusedError(f"COMPACT_LOGITS=strict: {reasons}")
         return not found
 
     def _get_logprobs(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -134,7 +134,7 @@ class Installation:
 
 
 def _of_last_stage(found: tuple[Refusal, ...], arguments: dict[str, Any]) -> tuple[Refusal, ...]:
-    """What the last pipeline stage has found: it alone sees the output layer, and its dtype is what the others expect.
+    """The refusals as on the last pipeline stage: it alone has the output layer, and the others expect its dtype.
 
     One broadcast of one number over the pipeline group, if it has more than one rank.
     """

@@ -1,4 +1,4 @@
-"""What a caller may say of tokens before `get_logprobs` sees them: which log-probs count, and the temperature."""
+"""Marks on the tokens passed to `get_logprobs`: which log-probs count, and the temperature."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def mark_tokens(
     gradient. Old, reference and current log-probs of the same tokens must all be taken with the same mask and
     temperature, since `exp(current - old)` of a log-prob and a 0 may overflow, and infinity times a mask of 0 is NaN.
 
-    The mark is an attribute of this very tensor: a copy (to another device, say) has lost it, and every log-prob is
+    The mark is an attribute of this tensor. A copy, to another device say, does not have it, and then every log-prob is
     computed. Without `install` it does nothing. Megatron's sequence packing needs no call: bins are marked on the way.
 
     Raises `InputError` for another shape of mask, and for a temperature that is not positive and finite.
@@ -53,5 +53,5 @@ def mark_tokens(
 
 
 def mark_of(tokens: Tensor) -> Mark:
-    """What was said of these tokens; of unmarked ones, that every log-prob counts, at temperature 1."""
+    """The mark of these tokens; without one, every log-prob counts, at temperature 1."""
     return getattr(tokens, _ATTRIBUTE, Mark())

@@ -108,13 +108,13 @@ def _of_model(model: Any) -> list[Refusal]:
     if inner.config.mtp_num_layers:
         return [Refusal("multi-token prediction gathers the logits of the model's further heads", "train without it")]
     tied = inner.shared_embedding_or_output_weight() if inner.share_embeddings_and_output_weights else None
-    with torch.enable_grad():  # so that a pass without gradients meets what the training pass will meet
+    with torch.enable_grad():  # so that a no-grad pass is refused wherever the training pass will be
         reason = refuse_call(inner, {}, native=True) or refuse_head(inner.output_layer, tied)
     return [] if reason is None else [Refusal(reason, "change that, or leave the gathered path to it")]
 
 
 def _batch_invariant() -> bool:
-    """Whether the mode is on. Its module needs Triton, so it is asked only if something else has imported it."""
+    """Whether the mode is on. Its module needs Triton, so it is read only if something else has imported it."""
     kernels = sys.modules.get("megatron.core.transformer.custom_layers.batch_invariant_kernels")
     return kernels is not None and bool(kernels.is_batch_invariant_mode_enabled())
 

@@ -25,7 +25,7 @@ def install(args: Namespace | None = None) -> None:
     """Switch the compact path on in this process, if `COMPACT_LOGITS` says so; with it unset nothing changes.
 
     `args`: the run's arguments, as slime passes them to `--custom-megatron-init-path`; a recipe that is not proven is
-    then left alone, with the reason logged. Without them the first pass decides. Installing twice is installing once.
+    then left alone, with the reason logged. Without them the first pass decides. A second call does nothing.
 
     Raises `ConfigError` for an unknown setting, `PatchError` for a version of slime or Megatron whose signatures are
     not the proven ones, and `RefusedError` where `COMPACT_LOGITS=strict` meets a recipe that is not proven.
@@ -47,7 +47,7 @@ def install(args: Namespace | None = None) -> None:
 
 
 def uninstall() -> None:
-    """Put every replaced function back; nothing happens where nothing was installed.
+    """Put every replaced function back; does nothing if nothing was installed.
 
     Raises `PatchError` where somebody else has patched on top.
     """

@@ -1,4 +1,4 @@
-"""slime's advantages, and all that reads the rollout after them, with nothing wild where the loss mask is 0."""
+"""The wrapper of slime's advantages, which first sets log-probs of masked tokens to 0."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def advantages_wrapper(
 
     slime takes `exp(log_prob - rollout_log_prob)` of every token and multiplies by the mask after. With a reported
     -90 for a tool's token, where this package has 0, that is inf, and inf times 0 is NaN in the loss or its metrics.
-    The rollout's lists are given new tensors; no collective, no device synchronisation.
+    The rollout gets new lists and tensors. No collective, no device synchronisation.
     """
 
     def compute_advantages_and_returns(args: Namespace, rollout_data: dict[str, Any]) -> Any:

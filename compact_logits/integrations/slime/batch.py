@@ -32,7 +32,10 @@ class TokenList(list[Tensor]):
 
 
 class CheckedIterator:
-    """slime's data iterator; refuses a micro-batch whose masks and lengths disagree before anything is built of it."""
+    """slime's data iterator; raises `LayoutError` for a micro-batch whose masks and lengths disagree.
+
+    It waits for the device once for each all-response sample whose mask is on the device.
+    """
 
     def __init__(self, iterator: Any) -> None:
         self._iterator = iterator
@@ -75,8 +78,9 @@ def mark_batch(
     consumer.
 
     One wait for the device: the aligned loss mask is copied to the host, and with it what the tensor-parallel ranks
-    compare (`host_mask`); another where `config` asks for equal shares over `cp_group`. Collectives: one all-gather of
-    64 bytes over the tensor-parallel group, if it has more than one rank and `config` does not leave it out.
+    compare (`host_mask`); another if `config` balances rows over `cp_group`, and those of `top_p_mask`.
+    Collectives: one all-gather of 64 bytes a rank over the tensor-parallel group, if it has more than one rank and
+    `config.check_ranks` is not False.
     """
     lengths = (batch["total_lengths"], batch["response_lengths"], batch["tokens"].shape[1])
     cut = contiguous if allgather_cp else zigzag

@@ -1,4 +1,4 @@
-"""slime's log-prob function, reading the head's scalars where it would have reduced logits."""
+"""The wrapper of slime's log-prob function, which reads the head's scalars instead of logits."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def log_probs_wrapper(
 ) -> Callable[..., Any]:
     """Wrap slime's `get_log_probs_and_entropy`: the same result, from the head's scalars where the compact path ran.
 
-    Where it did not, the first argument holds ordinary logits and the original reads them. Never decided by shape.
-    A request that no head has met is counted in `metrics` as a fallback and logged once, or raised as `RefusedError`
-    if the request is strict. Raises `InputError` where what this call asks for is not what the head was asked, and
-    where the first argument is not what the head returned but something else.
+    Where it did not, the first argument holds ordinary logits and the original reads them. The request's outcome
+    decides, never the shape. A request that never reached the head is counted in `metrics` as a fallback and logged
+    once, or raised as `RefusedError` if the request is strict. Raises `InputError` if this call reads something else
+    than was requested, and if the first argument is not the tensor that the head returned.
     """
     warned = False
 
@@ -81,7 +81,7 @@ def log_probs_wrapper(
         log_prob, entropy = logits[0].unbind(dim=-1)
         result = {"log_probs": unconcat_tokens.layout.to_responses(log_prob)}
         if with_entropy:
-            # A metric must not take part in the graph: slime's contiguous exchange would add a backward collective.
+            # A metric must not be in the graph: slime's contiguous exchange would add a backward collective.
             wanted = entropy if request.entropy == "loss" else entropy.detach()
             result["entropy"] = unconcat_tokens.layout.to_responses(wanted)
         if args.allgather_cp:
@@ -101,8 +101,8 @@ def _check_consumer(logits: Tensor, request: Request, args: Namespace, *, with_e
     rows = request.selection.num_rows
     if not request.answered_by(logits):
         raise InputError(
-            f"the head has answered, but the loss was given another tensor, {tuple(logits.shape)} of {logits.dtype}; "
-            f"hand on what the model returned, or unset COMPACT_LOGITS if something must change it"
+            f"the head has computed its scalars, but the loss was given another tensor, {tuple(logits.shape)} of "
+            f"{logits.dtype}; hand on what the model returned, or unset COMPACT_LOGITS if something must change it"
         )
     if tuple(logits.shape) != (1, rows, 2) or logits.dtype != torch.float32:
         raise InputError(f"needed the head's fp32 (1, {rows}, 2), got {tuple(logits.shape)} of {logits.dtype}")
@@ -115,4 +115,4 @@ def _check_consumer(logits: Tensor, request: Request, args: Namespace, *, with_e
         raise InputError(f"the head was asked for entropy={request.entropy!r}, the loss reads entropy={wanted!r}")
     if top_p != (request.top_p is not None):
         asked, read = ("without", "with") if top_p else ("with", "without")
-        raise InputError(f"the head was asked {asked} the recorded top-p sets, the loss reads {read} it")
+        raise InputError(f"the head was asked {asked} the recorded top-p sets, the loss reads {read} them")

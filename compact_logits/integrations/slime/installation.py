@@ -1,4 +1,4 @@
-"""slime's functions and the model's seam, replaced together, and the one decision of the run."""
+"""The patches of slime's functions and of the model, and the decision whether a run takes the compact path."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Installation:
         )
 
     def decide(self, args: Namespace) -> bool:
-        """Whether the run that `args` describes is compacted: settled once, for every pass, by its first caller.
+        """Whether the run that `args` describes takes the compact path. The first call decides for all passes.
 
         Raises `RefusedError` in strict mode where it is not.
         """

@@ -1,4 +1,4 @@
-"""Which of slime's passes is running, and what it will ask of each row."""
+"""Which of slime's passes is running, and which scalars it needs of each row."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CURRENT: ContextVar[Pass | None] = ContextVar("compact_logits_slime_pass", defa
 
 @dataclass(frozen=True)
 class Pass:
-    """What every micro-batch of the running pass asks of a kept row. The mode of a pass, never a micro-batch's data."""
+    """Which scalars the running pass needs of each kept row. Settings of the pass, never a micro-batch's data."""
 
     temperature: float
     entropy: Entropy
@@ -41,7 +41,7 @@ def running(pass_: Pass | None) -> Iterator[None]:
 
 
 def of_training(args: Namespace) -> Pass | None:
-    """The training step: slime asks for entropy with the policy loss, and for its gradient if a coefficient is set."""
+    """The training step: slime reads entropy with the policy loss, with a gradient if its coefficient is not 0."""
     if args.loss_type == "policy_loss":
         entropy: Entropy = "loss" if getattr(args, "entropy_coef", 0.0) != 0 else "metric"
         return Pass(rollout_temperature(args), entropy, replays_top_p=_records_top_p(args))
@@ -65,7 +65,7 @@ def of_forward_only(
 
 
 def rollout_temperature(args: Namespace) -> float:
-    """What slime divides logits by. Raises `InputError` where it is no positive, finite number."""
+    """What slime divides logits by. Raises `InputError` unless it is a positive, finite number."""
     temperature = getattr(args, "rollout_temperature", 1.0)
     check_temperature(temperature, ())
     return float(temperature)

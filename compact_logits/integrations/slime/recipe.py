@@ -1,4 +1,4 @@
-"""Which slime recipes read nothing of the logits but masked log-probs and entropies. One decision for a whole run."""
+"""Which slime recipes read more of the logits than masked log-probs and entropies. One decision for a whole run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Refusal:
 
 
 def refusals(args: Namespace) -> list[Refusal]:
-    """Every reason why the run that `args` describes is not compacted; empty where it is.
+    """Every reason why the run that `args` describes keeps the full path; empty if it takes the compact path.
 
     Looks at the arguments alone, so that actor, old, reference and teacher passes, and all ranks, decide alike: a KL
     between a compact pass (0 at masked rows) and a full one (any value there) may be infinite.

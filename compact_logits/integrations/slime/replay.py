@@ -1,4 +1,4 @@
-"""slime's recorded rollout top-p sets, placed on the rows that are kept."""
+"""slime's recorded rollout top-p sets, for the kept rows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def top_p_mask(
     layout: Layout,
     selection: RowSelection,
 ) -> TopPMask:
-    """The top-p set of every kept row. A response token without recorded offsets, as slime has it, is not restricted.
+    """The top-p set of every kept row. As in slime, a response token without recorded offsets is not restricted.
 
     Loops over samples, never over tokens. Device synchronisation: one for each sample whose record is on the device.
     Raises `LayoutError` where the lists do not have one entry a sample, `InputError` where a span leaves its list.

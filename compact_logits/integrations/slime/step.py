@@ -1,4 +1,4 @@
-"""slime's training step, with what the head has spared among the metrics that slime logs of it."""
+"""The wrapper of slime's training step, which adds the head's metrics to those that slime logs."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ logger = logging.getLogger("compact_logits")
 def step_wrapper(original: Callable[..., Any], metrics: HeadMetrics) -> Callable[..., Any]:
     """Wrap slime's `train_one_step`: its metrics and, where the pass is compacted, the step's `HeadMetrics.metrics`.
 
-    slime logs what is returned, each key behind `train/`, on one rank of all; that rank, and no other, also writes one
+    slime logs the returned metrics on one rank, with `train/` before each key. Only that rank also logs them as one
     line. The metrics are of that rank's own micro-batches. No collective, no device synchronisation.
     """
 
     def train_one_step(*args: Any, **kwargs: Any) -> Any:
-        metrics.take()  # what the passes before have counted
+        metrics.take()  # drop the counts of the passes before
         losses, grad_norm = original(*args, **kwargs)
         if current_pass() is None or not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
             return losses, grad_norm

@@ -63,8 +63,10 @@ class Installation:
             try:
                 if isinstance(given, DTensor):
                     shard = place_logits(given, align).shard
-                    # Where ranks do not compare, what this one refuses the others may be computing.
-                    alone = shard.sharded and not compares(shard, config.check_ranks)
+                    # What this rank refuses, the others may be computing: at a later call of a group nobody compares.
+                    alone = (
+                        shard.sharded and config.check_ranks is not False and not compares(shard, config.check_ranks)
+                    )
                 return compute_logprobs(
                     given, input_ids, temperature, align, chunk_bytes=config.chunk_bytes, check_ranks=config.check_ranks
                 )

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SUPPORTED", "check", "install", "uninstall"]
 
-SUPPORTED = ("verl 1dda039b9 with strategy=megatron, on megatron-core 0.16 to 0.19",)
+SUPPORTED = ("verl 1dda039b9 and 0.9.1 with strategy=megatron, on megatron-core 0.16 to 0.19",)
 
 _installation: Installation | None = None
 _cancel: Callable[[], None] | None = None  # of an installation that waits for verl's Megatron engine
