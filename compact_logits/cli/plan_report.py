@@ -108,7 +108,7 @@ class PlanReport:
         slices, source = _slices(head), "--chunk-bytes" if head.chunk_bytes else "the default on a GPU"
         print(
             f"logits of the compact path: {gib(_logits_bytes(head))} at a time, in {len(slices):,} slices of the "
-            f"vocabulary, {slices.kept:,} of them kept for backward"
+            f"vocabulary, {slices.saved:,} of them kept for backward"
         )
         print(f"their budget: {gib(_budget(head))} ({source}; COMPACT_LOGITS_CHUNK_BYTES sets it for the frameworks)")
         print("what is kept for backward is held until then: under pipeline parallelism by every micro-batch in flight")
@@ -182,7 +182,7 @@ def _slices(head: HeadSize) -> VocabSlices:
 
 
 def _logits_bytes(head: HeadSize) -> int:
-    return _slices(head).held_logits(keep=True) * head.dtype.itemsize
+    return _slices(head).peak_logits(keep=True) * head.dtype.itemsize
 
 
 def _times(more: int, less: int) -> str:

@@ -85,19 +85,19 @@ class _ScoreHidden(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         rows = gather.gather(hidden)
         slices = slices_of(scorer, rows.shape[0], weight, dtype, chunk_bytes)
-        stats, kept = scorer.new_stats(), []
+        stats, saved_logits = scorer.new_stats(), []
         for index, columns in enumerate(slices):
             logits = project(rows, weight[columns], None if bias is None else bias[columns], dtype)
             scorer.add_slice_(stats, logits, scorer.shard.start + columns.start)
-            if keep and index < slices.kept:
-                kept.append(logits)
+            if keep and index < slices.saved:
+                saved_logits.append(logits)
             del logits  # before the next slice is formed
-        outputs, saved = scorer.merge(stats)
+        outputs, per_row = scorer.merge(stats)
         # All as saved tensors, so that checkpointing frees them and offloading sees them.
-        ctx.save_for_backward(rows, weight, bias, *scorer.inputs, *saved, *kept)
-        ctx.counts = len(scorer.inputs), len(saved)
+        ctx.save_for_backward(rows, weight, bias, *scorer.inputs, *per_row, *saved_logits)
+        ctx.counts = len(scorer.inputs), len(per_row)
         ctx.scorer, ctx.gather, ctx.weight_grad, ctx.slices, ctx.dtype = scorer, gather, weight_grad, slices, dtype
-        ctx.kept_are_logits = True
+        ctx.logits_are_intact = True
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*[o for o, d in zip(outputs, scorer.differentiable, strict=True) if not d])
         return outputs
@@ -106,21 +106,21 @@ class _ScoreHidden(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         rows, weight, bias, *rest = ctx.saved_tensors
-        inputs, saved_count = ctx.counts
-        saved, kept = rest[inputs : inputs + saved_count], rest[inputs + saved_count :]
-        # Kept logits are overwritten through `data`, which autograd does not count. A second backward recomputes them.
-        are_logits, ctx.kept_are_logits = ctx.kept_are_logits, False
-        kept = [each.data.contiguous() for each in kept] if are_logits else []
+        inputs, count = ctx.counts
+        per_row, saved_logits = rest[inputs : inputs + count], rest[inputs + count :]
+        # Saved logits are overwritten through `data`, which autograd does not count. A second backward recomputes them.
+        intact, ctx.logits_are_intact = ctx.logits_are_intact, False
+        saved_logits = [each.data.contiguous() for each in saved_logits] if intact else []
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         scorer, slices, wide = ctx.scorer, ctx.slices, accumulation_dtype(rows.dtype)
-        grad = scorer.logits_grad(tuple(saved), grads)
+        grad = scorer.logits_grad(tuple(per_row), grads)
         d_weight = ctx.weight_grad(weight) if needs_weight else None
         d_bias = torch.zeros_like(bias) if needs_bias else None
         d_rows = rows.new_zeros(rows.shape, dtype=wide if len(slices) > 1 else None) if needs_hidden else None
         reduced = None
         for index, columns in enumerate(slices):
-            if index < len(kept):
-                logits = kept[index]
+            if index < len(saved_logits):
+                logits = saved_logits[index]
             else:
                 logits = project(rows, weight[columns], None if bias is None else bias[columns], ctx.dtype)
             grad.write_(logits, scorer.shard.start + columns.start)

@@ -8,6 +8,7 @@ import logging
 import torch
 from torch import Tensor
 
+from compact_logits.engine.slices import accumulation_dtype
 from compact_logits.errors import InputError
 
 __all__ = ["add_product_", "project", "unrounded_dtype"]
@@ -24,7 +25,7 @@ def unrounded_dtype(
 
     Raises `InputError` where torch has no product of 16-bit factors with an fp32 result on this device.
     """
-    dtype = torch.promote_types(rows.dtype, torch.float32)
+    dtype = accumulation_dtype(rows.dtype)
     if dtype != rows.dtype and _fp32_products(rows) == "none":
         raise InputError(
             f"fp32 logits of {rows.dtype} need a product with an fp32 result, which torch 2.8 and newer has on CUDA; "

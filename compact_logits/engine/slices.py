@@ -30,7 +30,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 @dataclass(frozen=True)
 class VocabSlices:
-    """`columns` of this rank in slices of `width` columns, the last one narrower. Forward saves the first `kept`.
+    """`columns` of this rank in slices of `width` columns, the last one narrower. Forward saves the first `saved`.
 
     For each slice, backward adds a product to the gradient of all rows, so slices are as wide as the budget allows.
     """
@@ -38,7 +38,7 @@ class VocabSlices:
     rows: int
     columns: int
     width: int
-    kept: int
+    saved: int
 
     def __len__(self) -> int:
         return -(-self.columns // self.width)
@@ -47,11 +47,11 @@ class VocabSlices:
         for start in range(0, self.columns, self.width):
             yield slice(start, min(start + self.width, self.columns))
 
-    def held_logits(self, *, keep: bool) -> int:
-        """The peak number of logits in memory in forward. With `keep`, the first `kept` slices are saved."""
-        if keep and self.kept == len(self):
+    def peak_logits(self, *, keep: bool) -> int:
+        """The peak number of logits in memory in forward. With `keep`, the first `saved` slices are saved."""
+        if keep and self.saved == len(self):
             return self.rows * self.columns
-        return self.rows * min(self.width * (1 + keep * self.kept), self.columns)
+        return self.rows * min(self.width * (1 + keep * self.saved), self.columns)
 
 
 def vocab_slices(
@@ -81,8 +81,8 @@ def vocab_slices(
     width = max(most // column_bytes // _ALIGNMENT * _ALIGNMENT, _aligned(hidden // 4))
     count = -(-columns // width)
     width = _aligned(-(-columns // max(count, 1)))
-    kept = count if fits else min(max(budget // (width * column_bytes) - 1, 0), count)
-    return VocabSlices(rows, columns, width, kept)
+    saved = count if fits else min(max(budget // (width * column_bytes) - 1, 0), count)
+    return VocabSlices(rows, columns, width, saved)
 
 
 def _aligned(columns: int) -> int:

@@ -67,7 +67,7 @@ class VocabShard:
     ) -> VocabShard:
         """The part of this shard with ids below `vocab_size`; empty if all of it is padding."""
         stop = self.stop if vocab_size is None else max(self.start, min(self.stop, vocab_size))
-        return _Columns(self.start, stop, self.group)
+        return VocabShard(self.start, stop, self.group)
 
     def local_ids(
         self,
@@ -76,14 +76,6 @@ class VocabShard:
         """Translate global ids. An id of another shard gets some legal local id and `owned=False`. No collective."""
         owned = (ids >= self.start) & (ids < self.stop)
         return (ids - self.start).clamp(0, max(self.size - 1, 0)), owned
-
-
-@dataclass(frozen=True)
-class _Columns(VocabShard):
-    """A part of one rank's shard, which may start anywhere also where there are no other ranks."""
-
-    def __post_init__(self) -> None:
-        pass
 
 
 def gather_stats(

@@ -23,20 +23,13 @@ class MainGrad:
 
     def __init__(
         self,
-        parameter: Tensor,  # (vocab_local, hidden), with `main_grad`
-    ) -> None:
-        self._parameter = parameter
-        self._main_grad: Tensor = parameter.main_grad  # type: ignore[attr-defined]
-        self._kernels = getattr(layers, "fused_weight_gradient_mlp_cuda", None)
-
-    def __call__(
-        self,
+        parameter: Tensor,  # (vocab_local, hidden)
+        main_grad: Tensor,  # (vocab_local, hidden), the parameter's as forward saw it
         weight: Tensor,  # (vocab_local, hidden), the parameter as forward used it
-    ) -> MainGrad:
-        """The engine calls this when backward begins, to get the `WeightGrad`."""
-        self._dtype = weight.dtype
-        self._parameter.main_grad = self._main_grad  # type: ignore[attr-defined]
-        return self
+    ) -> None:
+        self._parameter, self._main_grad, self._dtype = parameter, main_grad, weight.dtype
+        self._kernels = getattr(layers, "fused_weight_gradient_mlp_cuda", None)
+        parameter.main_grad = main_grad  # type: ignore[attr-defined]
 
     def add(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -117,8 +118,10 @@ def _scalars(
 
 
 def _weight_grad(head: Any, weight: Tensor) -> Callable[[Tensor], WeightGrad]:
-    fused = head.gradient_accumulation_fusion and weight.requires_grad
-    return MainGrad(weight) if fused and getattr(weight, "main_grad", None) is not None else ReturnedWeightGrad
+    main_grad = getattr(weight, "main_grad", None)
+    if head.gradient_accumulation_fusion and weight.requires_grad and main_grad is not None:
+        return partial(MainGrad, weight, main_grad)
+    return ReturnedWeightGrad
 
 
 def _outcome(
@@ -135,5 +138,5 @@ def _outcome(
     slices = slices_of(scorer, rows, weight, dtype, request.chunk_bytes)
     keep = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     full = 4 * request.selection.num_rows * weight.shape[0]
-    held = slices.held_logits(keep=keep) * dtype.itemsize
+    held = slices.peak_logits(keep=keep) * dtype.itemsize
     return Outcome("compact", projected_rows=rows, bytes_not_allocated=max(full - held, 0))

@@ -62,7 +62,7 @@ def peaks(head: Head, what: str, *, trained: bool = True) -> tuple[int, int, int
 def check(head: Head, what: str, *, trained: bool = True) -> None:
     (vocab, hidden), itemsize = head.weight.shape, head.hidden.element_size()
     slices = vocab_slices(ROWS, vocab, hidden, head.hidden.dtype, head.hidden.device, BUDGET)
-    logits = slices.held_logits(keep=trained) * itemsize
+    logits = slices.peak_logits(keep=trained) * itemsize
     assert logits <= max(BUDGET, ROWS * hidden * itemsize // 4)
     forward, saved, backward = peaks(head, what, trained=trained)
     scalars = ROWS * SCALARS[what]

@@ -33,9 +33,9 @@ def test_every_column_once_within_the_budget(
     widths = [each.stop - each.start for each in slices]
     assert len(set(widths[:-1])) <= 1 and max(widths, default=0) == min(slices.width, slices.columns)
     for keep in (False, True):
-        formed = [sum(widths[: min(index, slices.kept)]) * keep + width for index, width in enumerate(widths)]
-        assert rows * max(formed, default=0) == slices.held_logits(keep=keep)
-        assert slices.held_logits(keep=keep) * dtype.itemsize <= max(budget, rows * least * dtype.itemsize)
+        formed = [sum(widths[: min(index, slices.saved)]) * keep + width for index, width in enumerate(widths)]
+        assert rows * max(formed, default=0) == slices.peak_logits(keep=keep)
+        assert slices.peak_logits(keep=keep) * dtype.itemsize <= max(budget, rows * least * dtype.itemsize)
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_a_head_of_50000_columns_and_4096_hidden(
     rows: int, dtype: torch.dtype, device: torch.device, budget: int | None, count: int, kept: int
 ) -> None:
     slices = vocab_slices(rows, 50_000, 4096, dtype, device, budget)
-    assert (len(slices), slices.kept) == (count, kept)
+    assert (len(slices), slices.saved) == (count, kept)
 
 
 def test_the_default_budget_follows_the_device() -> None:
@@ -65,5 +65,5 @@ def test_the_default_budget_follows_the_device() -> None:
 
 
 def test_a_larger_budget_holds_more() -> None:
-    most = [vocab_slices(9000, 5000, 64, BF16, CUDA, 2**power).held_logits(keep=True) for power in range(12, 28)]
+    most = [vocab_slices(9000, 5000, 64, BF16, CUDA, 2**power).peak_logits(keep=True) for power in range(12, 28)]
     assert most == sorted(most) and most[-1] == 9000 * 5000

@@ -63,7 +63,7 @@ def compare(rank: int, world: int, cut: Cut, dtype: torch.dtype) -> dict[str, tu
             assert outcomes[-1].projected_rows == found[mask][1]
             hidden = 32
             slices = vocab_slices(found[mask][1], VOCAB // cut.tp, hidden, dtype, torch.device("cpu"), 3000)
-            taken = slices.held_logits(keep=True) * dtype.itemsize
+            taken = slices.peak_logits(keep=True) * dtype.itemsize
             spared = 4 * VOCAB // cut.tp * micro.selection.num_rows - taken
             assert outcomes[-1].bytes_not_allocated == max(spared, 0)
     return found

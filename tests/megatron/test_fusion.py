@@ -94,7 +94,7 @@ def loses(rank: int, world: int) -> None:
     """The naive way: DDP drops what is returned, once any micro-batch of the iteration has used the kernel."""
     with cpu_megatron(rank, world, tp=1):
         plain = main_grads(torch.float32, asks=False)
-        with patch.object(output_layer, "MainGrad", lambda weight: ReturnedWeightGrad):
+        with patch.object(output_layer, "MainGrad", lambda parameter, main_grad, weight: ReturnedWeightGrad(weight)):
             naive = main_grads(torch.float32, asks=True)
     assert (naive[HEAD] - plain[HEAD]).norm() > 0.3 * plain[HEAD].norm()
     assert torch.allclose(naive[EMBEDDING], plain[EMBEDDING], rtol=1e-4, atol=1e-5), "all else is as it should be"

@@ -93,4 +93,4 @@ def test_bytes_held_are_those_that_are_allocated(rows: int, chunk_bytes: int, dt
         with mock.patch.object(linear, "project", counted_project):
             outputs = linear.score_hidden(hidden, weight, None, scorer, chunk_bytes=chunk_bytes)
         slices = linear.slices_of(scorer, rows, weight, dtype, chunk_bytes)
-        assert slices.held_logits(keep=keep) * dtype.itemsize == most[0], (slices, len(outputs))
+        assert slices.peak_logits(keep=keep) * dtype.itemsize == most[0], (slices, len(outputs))

@@ -1,7 +1,7 @@
 """Run every recipe on both paths in each layout of the feature table, and write down how it fared.
 
-`SLIME_ROOT=... MEGATRON_ROOT=... python -m tests.upstream.slime [LAYOUT ...]`; with layouts, by number from 0, only those
-are run, and the other columns stay as they are. Ends with 1 where the two paths differ, and then writes nothing.
+`SLIME_ROOT=... MEGATRON_ROOT=... python -m tests.upstream.slime [LAYOUT ...]`; with layouts, by number from 0, only
+those are run, and the other columns stay as they are. Ends with 1 where the two paths differ, and then writes nothing.
 """
 
 from __future__ import annotations
