@@ -13,7 +13,7 @@ from compact_logits.engine.vocab_shard import VocabShard
 
 __all__ = ["LogitsGrad", "Scorer", "SoftmaxGrad", "read_at_"]
 
-Stats = tuple[Tensor, ...]  # (rows, ...) each
+_Stats = tuple[Tensor, ...]  # (rows, ...) each
 
 
 class Scorer(Protocol):
@@ -50,13 +50,13 @@ class Scorer(Protocol):
         """The scorer of a subset of the rows."""
         ...
 
-    def new_stats(self) -> Stats:
+    def new_stats(self) -> _Stats:
         """The statistics of no columns."""
         ...
 
     def add_slice_(
         self,
-        stats: Stats,
+        stats: _Stats,
         logits: Tensor,  # (rows, columns)
         first: int,  # the global id of the first column
     ) -> None:
@@ -65,7 +65,7 @@ class Scorer(Protocol):
 
     def merge(
         self,
-        stats: Stats,  # of all of this rank's columns
+        stats: _Stats,  # of all of this rank's columns
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:  # outputs, (rows, ...) each; tensors saved for backward
         ...
 

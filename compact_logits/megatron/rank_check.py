@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = ["check_head", "check_request", "host_mask", "tensor_parallel_group"]
 
-Facts = Mapping[str, int | Tensor]
+_Facts = Mapping[str, int | Tensor]
 
 # Of each head, what was compared in its first compact call with and without gradients.
 _HEADS: WeakKeyDictionary[Any, dict[bool, dict[str, object]]] = WeakKeyDictionary()
@@ -60,7 +60,7 @@ def check_request(request: Request, group: ProcessGroup | None) -> int | None:
     selections = (selection, *(() if request.share is None else request.share.selections))
     of_top_p = [torch.zeros(0)] if top_p is None else [top_p.ids, top_p.row_of, top_p.recorded]
     settings = (request.batch, request.entropy, request.sum_p2, request.vocab_size, request.fp32_logits)
-    facts: Facts = {
+    facts: _Facts = {
         "the number of rows": selection.num_rows,
         "the number of kept rows": selection.kept,
         "whether gradients are on": int(torch.is_grad_enabled()),
@@ -89,7 +89,7 @@ def host_mask(
     if group is None:
         return keep.cpu(), None
     chosen = torch.where(keep, labels(), 0)
-    facts: Facts = {
+    facts: _Facts = {
         "the number of rows": keep.shape[0],
         "whether gradients are on": int(torch.is_grad_enabled()),
         "the temperature, entropy, batch size or another setting": fingerprint(*settings),
@@ -104,7 +104,7 @@ def host_mask(
     return host_keep.view(torch.bool), _largest_id(facts, of_ranks)
 
 
-def _largest_id(facts: Facts, of_ranks: list[tuple[int, ...]]) -> int:
+def _largest_id(facts: _Facts, of_ranks: list[tuple[int, ...]]) -> int:
     least, largest, *others = of_ranks
     raise_difference(facts, others)
     check_ids(least[0], 0, 1)

@@ -92,7 +92,8 @@ class TopKScorer:
     def merge(self, stats: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         rows, at_ids, top, top_ids = stats
         dtype, k, ids = self.inverse_temperature.dtype, self.teacher_ids.shape[1], self.teacher_ids
-        z = (at_ids * self.inverse_temperature[:, None]).double()
+        tempered = at_ids * self.inverse_temperature[:, None]
+        z = tempered.double()
         elsewhere = (ids < self.shard.start) | (ids >= self.shard.stop)
         uncounted = elsewhere if self._unlisted is None else elsewhere | self._unlisted
         if self.writes_logits:
@@ -131,7 +132,7 @@ class TopKScorer:
         head, active_mass = (part.masked_fill(unknown, torch.nan) for part in (head, active_mass))
         metrics = [student_mass, teacher_mass, advantage]
         if self.tail_mass_eps is None:
-            return _outputs(dtype, head, overlap, metrics), (maximum, total, active_mass, active_mass, z.to(dtype))
+            return _outputs(dtype, head, overlap, metrics), (maximum, total, active_mass, active_mass, tempered)
         student_tail = others[0] / total
         # The teacher gives log-probs of its own ids only, so that its tail is what they leave.
         teacher_tail = (1.0 - teacher_mass).clamp(0.0, 1.0)
@@ -139,7 +140,7 @@ class TopKScorer:
         # Never negative but for rounding and for the guard, and neither is information.
         loss = (head + tail).clamp(min=0.0)
         outputs = _outputs(dtype, loss, overlap, [*metrics, head, tail, student_tail, teacher_tail])
-        return outputs, (maximum, total, *factors, z.to(dtype))
+        return outputs, (maximum, total, *factors, tempered)
 
     def logits_grad(self, saved: tuple[Tensor, ...], grads: tuple[Tensor | None, ...]) -> SoftmaxGrad:
         maximum, total, of_others, of_listed, z = saved

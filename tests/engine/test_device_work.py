@@ -59,7 +59,8 @@ class Most(NamedTuple):
 
 
 FEW = Most(a_slice=12, a_microbatch=40, bytes_forward=3.0, bytes_backward=6.0)
-# The student's own top k is one more read, and what is computed of k numbers a row is many small launches.
+# The student's own top k is one more read. What is computed of k numbers a row is many small launches, and most for the
+# tail, which has nine outputs and finds the ids that are listed twice.
 TOPK = Most(a_slice=30, a_microbatch=40, bytes_forward=5.0, bytes_backward=6.0)
 TAIL = TOPK._replace(a_microbatch=75)
 

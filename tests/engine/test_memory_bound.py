@@ -22,7 +22,7 @@ from tests.support.linear_head import SCORERS, Head
 
 ROWS, BUDGET, K = 65_536, 16 * 2**20, 4
 # Bytes a row for its statistics, ids and results: a few fp64 numbers, and for a set of ids or a teacher some of each.
-SCALARS = dict.fromkeys(SCORERS, 120) | {"top_p": 300} | dict.fromkeys(("topk", "topk clamped", "tail"), 130 * K)
+SCALARS = dict.fromkeys(SCORERS, 120) | {"top_p": 300} | dict.fromkeys(("topk", "topk clamped", "tail"), 160 * K)
 # What a product of 16-bit factors with an fp32 sum widens of them on a CPU, at a time.
 WIDENED = 2 * 8 * 2**20
 
@@ -96,10 +96,10 @@ def test_case_1_6_nothing_grows_with_the_number_of_slices(what: str) -> None:
 
 
 @contextmanager
-def all_slices_are_kept() -> Iterator[None]:
+def all_slices_are_saved() -> Iterator[None]:
     def slices_of(*given: Any) -> Any:
         slices = right(*given)
-        return replace(slices, kept=len(slices))
+        return replace(slices, saved=len(slices))
 
     right = linear.slices_of
     with mock.patch.object(linear, "slices_of", slices_of):
@@ -125,7 +125,7 @@ def a_slice_is_copied() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("fault", [all_slices_are_kept, statistics_are_stacked, a_slice_is_copied])
+@pytest.mark.parametrize("fault", [all_slices_are_saved, statistics_are_stacked, a_slice_is_copied])
 def test_what_the_bound_is_there_to_catch(fault: Any) -> None:
     with fault(), pytest.raises(AssertionError, match="forward"):
         check(head_of(1024, 32_768, torch.bfloat16, "meta"), "loss")

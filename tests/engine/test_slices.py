@@ -39,22 +39,22 @@ def test_every_column_once_within_the_budget(
 
 
 @pytest.mark.parametrize(
-    ("rows", "dtype", "device", "budget", "count", "kept"),
+    ("rows", "dtype", "device", "budget", "count", "saved"),
     [
         (1000, BF16, CUDA, None, 1, 1),  # 96 MiB fit into 1 GiB
         (1000, BF16, CPU, None, 1, 1),
-        (1000, FP32, CPU, None, 49, 49),  # of 4 MiB, which stay in cache; all are kept
-        (20_000, BF16, CUDA, None, 4, 1),  # 1.9 GiB: one of half the budget is kept beside the one being formed
+        (1000, FP32, CPU, None, 49, 49),  # of 4 MiB, which stay in cache; all are saved
+        (20_000, BF16, CUDA, None, 4, 1),  # 1.9 GiB: one of half the budget is saved beside the one being formed
         (20_000, BF16, CPU, None, 49, 5),  # least slices of 1,024 columns
         (65_536, BF16, CUDA, 16 * MIB, 49, 0),
         (0, FP32, CPU, 1, 0, 0),
     ],
 )
 def test_a_head_of_50000_columns_and_4096_hidden(
-    rows: int, dtype: torch.dtype, device: torch.device, budget: int | None, count: int, kept: int
+    rows: int, dtype: torch.dtype, device: torch.device, budget: int | None, count: int, saved: int
 ) -> None:
     slices = vocab_slices(rows, 50_000, 4096, dtype, device, budget)
-    assert (len(slices), slices.saved) == (count, kept)
+    assert (len(slices), slices.saved) == (count, saved)
 
 
 def test_the_default_budget_follows_the_device() -> None:

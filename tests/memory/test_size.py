@@ -27,7 +27,7 @@ def test_kept_rows_of_each_shard() -> None:
         ({"tp": 4}, r"tensor parallelism over 4 ranks needs vocabulary \(6007\)"),
         ({"nucleus_ids": 6008}, "needed 0 <= nucleus_ids <= vocab"),
         ({"top_k": -1}, "needed 0 <= nucleus_ids <= vocab and 0 <= top_k"),
-        ({"top_k": 3, "nucleus_ids": 3}, "set one of them to 0"),
+        ({"top_k": 3, "nucleus_ids": 3}, "or scores a teacher's top-k, got both; set one of them to 0"),
         ({"most_on_shard": 207}, "the fullest has from 208 to 512, got most_on_shard 207"),
     ],
     ids=str,

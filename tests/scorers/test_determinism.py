@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from compact_logits import linear_log_probs, topk_kl
+from compact_logits import linear_log_probs, log_probs, topk_kl
 from compact_logits.scorers.log_prob_scorer import LogProbScorer
 from tests.support.linear_head import SCORERS, Head, Results
 from tests.support.ranks import RankPool
@@ -111,12 +112,15 @@ def test_the_same_bits_whatever_ran_before(way: str) -> None:
 def test_log_probs_have_the_same_bits_whatever_else_is_asked(chunk_bytes: int | None, dtype: torch.dtype) -> None:
     """Or the ratio of a policy to itself would not be 1 where the pass before training needs no entropy."""
     head = Head.random(100, 32, 1003, dtype)
-    given: Any = (head.hidden, head.weight, head.targets)
-    with torch.no_grad():
-        before = linear_log_probs(*given, chunk_bytes=chunk_bytes).log_probs
-    head.hidden.requires_grad_()
-    for options in ({"entropy": "none"}, {"entropy": "metric"}, {"entropy": "loss"}, {"sum_p2": True}):
-        assert torch.equal(linear_log_probs(*given, chunk_bytes=chunk_bytes, **options).log_probs, before), options
+    logits = head.hidden @ head.weight.T
+    for score in (partial(linear_log_probs, head.hidden, head.weight), partial(log_probs, logits)):
+        score = partial(score, head.targets, chunk_bytes=chunk_bytes)
+        with torch.no_grad():
+            before = score().log_probs
+        for given in (head.hidden, logits):
+            given.requires_grad_()
+        for options in ({"entropy": "none"}, {"entropy": "metric"}, {"entropy": "loss"}, {"sum_p2": True}):
+            assert torch.equal(score(**options).log_probs, before), options
 
 
 def test_other_bits_would_be_seen() -> None:

@@ -24,8 +24,8 @@ ROWS, HIDDEN, VOCAB = 23, 19, 301
 each_scorer = pytest.mark.parametrize("what", SCORERS)
 each_dtype = pytest.mark.parametrize("dtype", [FP32, BF16, FP16, FP64], ids=str)
 
-# Columns that the budget holds, and how many slices there are, and how many of them are kept for backward.
-CUTS = {"one slice": (900, 1, 1), "some kept": (256, 3, 1), "none kept": (0, 5, 0), "all kept": (900, 5, 5)}
+# Columns that the budget holds, and how many slices there are, and how many of them are saved for backward.
+CUTS = {"one slice": (900, 1, 1), "some saved": (256, 3, 1), "none saved": (0, 5, 0), "all saved": (900, 5, 5)}
 
 
 def budget_of(dtype: torch.dtype, columns: int) -> int:
@@ -40,16 +40,16 @@ def floor_of(dtype: torch.dtype) -> float:
 @each_dtype
 @pytest.mark.parametrize("cut", CUTS)
 def test_outputs_and_gradients(what: str, dtype: torch.dtype, cut: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    columns, count, kept = CUTS[cut]
-    if cut == "all kept":  # which slices that fit are on a CPU only, in fp32 and wider
+    columns, count, saved = CUTS[cut]
+    if cut == "all saved":  # which slices that fit are on a CPU only, in fp32 and wider
         monkeypatch.setattr(slices, "_CPU_SLICE", budget_of(dtype, 64))
-        count, kept = (5, 5) if dtype.itemsize > 2 else (1, 1)
+        count, saved = (5, 5) if dtype.itemsize > 2 else (1, 1)
     plan = slices.vocab_slices(ROWS, VOCAB, HIDDEN, dtype, torch.device("cpu"), budget_of(dtype, columns))
-    assert (len(plan), plan.kept) == (count, kept)
+    assert (len(plan), plan.saved) == (count, saved)
     head = Head.random(ROWS, HIDDEN, VOCAB, dtype, bias=True, temperature="rows")
     with mock.patch.object(linear, "project", wraps=linear.project) as formed:
         ours = head.compact(what, chunk_bytes=budget_of(dtype, columns))
-    assert formed.call_count == 2 * count - kept
+    assert formed.call_count == 2 * count - saved
     assert_as_good_as_plain(ours, head.plain(what), head.truth(what), floor=floor_of(dtype))
 
 

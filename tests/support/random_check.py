@@ -145,6 +145,8 @@ class _Floors:
         self.weight, self.hidden = _largest(head.weight[: example.real].double()), _largest(head.hidden.double())
         # In a dtype that cannot hold the logits, they are rounded before anything else is.
         self.shift = 0.0 if example.given == "logits" or example.exact else self.wide * self.logit
+        # Three parts of a gradient have more than one sum in 16 bits, by the order in which ranks add them.
+        self.sums = max(example.tp - 2, 0)
         # The tail's logarithm is that of a difference, down to the guard.
         self.steep = 1e3 if example.scorer == "tail" else 1.0
 
@@ -154,7 +156,7 @@ class _Floors:
         rounding = (self.narrow + self.shift) * self.steep
         size = {
             "d_logits": self.row,
-            "d_hidden": self.row * self.weight,
+            "d_hidden": self.row * self.weight + self.sums * _largest(expected),
             "d_weight": self.sum * self.hidden,
             "d_bias": self.sum,
         }[name]

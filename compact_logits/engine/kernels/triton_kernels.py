@@ -12,17 +12,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from compact_logits.engine.kernels.row_stats import LEAST_EXPONENT as _LEAST_EXPONENT
+from compact_logits.engine.kernels.row_stats import LEAST_EXPONENT
 
 __all__ = ["row_stats_", "softmax_grad_", "write_at_"]
 
-LEAST_EXPONENT = tl.constexpr(_LEAST_EXPONENT)
+_LEAST_EXPONENT = tl.constexpr(LEAST_EXPONENT)
 
-STATS_BLOCK, GRAD_BLOCK, WRITE_BLOCK = 4096, 2048, 256  # elements a program holds at a time
+_STATS_BLOCK, _GRAD_BLOCK, _WRITE_BLOCK = 4096, 2048, 256  # elements a program holds at a time
 
 
 @triton.jit
-def row_stats_kernel(
+def _row_stats_kernel(
     logits,  # (rows, columns), a row is contiguous
     stride,
     stats,  # (rows, WIDTH) fp64, contiguous
@@ -42,18 +42,18 @@ def row_stats_kernel(
     whole = columns // BLOCK * BLOCK
     for start in range(0, whole, BLOCK):
         z = tl.load(here + start + tl.arange(0, BLOCK)).to(tl.float32) * scale
-        maximum, total, moment, squares = add_block(z, maximum, total, moment, squares, MOMENT, SQUARES)
+        maximum, total, moment, squares = _add_block(z, maximum, total, moment, squares, MOMENT, SQUARES)
     if whole < columns:
         offsets = whole + tl.arange(0, BLOCK)
         z = tl.load(here + offsets, mask=offsets < columns, other=float("-inf")).to(tl.float32) * scale
-        maximum, total, moment, squares = add_block(z, maximum, total, moment, squares, MOMENT, SQUARES)
+        maximum, total, moment, squares = _add_block(z, maximum, total, moment, squares, MOMENT, SQUARES)
 
     out = stats + row * WIDTH
     before, maximum = tl.load(out), maximum.to(tl.float64)
     new = tl.maximum(before, maximum)
     base = tl.where(new == float("-inf"), 0.0, new)
-    shift_before = tl.maximum(before - base, LEAST_EXPONENT)
-    shift = tl.maximum(maximum - base, LEAST_EXPONENT)
+    shift_before = tl.maximum(before - base, _LEAST_EXPONENT)
+    shift = tl.maximum(maximum - base, _LEAST_EXPONENT)
     weight_before, weight = tl.exp(shift_before), tl.exp(shift)
     total_before, total = tl.load(out + 1), total.to(tl.float64)
     tl.store(out, new)
@@ -67,7 +67,7 @@ def row_stats_kernel(
 
 
 @triton.jit
-def add_block(
+def _add_block(
     z,  # (BLOCK,) fp32, -inf where there is no column
     maximum,
     total,
@@ -78,11 +78,11 @@ def add_block(
 ):
     new = tl.maximum(maximum, tl.max(z, 0))
     base = tl.where(new == float("-inf"), 0.0, new)  # a row of -inf so far
-    shift = tl.maximum(maximum - base, LEAST_EXPONENT)
+    shift = tl.maximum(maximum - base, _LEAST_EXPONENT)
     rescale = tl.exp(shift)
     z = z - base
     if MOMENT:
-        z = tl.where(z < LEAST_EXPONENT, LEAST_EXPONENT, z)  # not tl.maximum: NaN must pass
+        z = tl.where(z < _LEAST_EXPONENT, _LEAST_EXPONENT, z)  # not tl.maximum: NaN must pass
     exp = tl.exp(z)
     if MOMENT:
         moment = rescale * (moment + shift * total) + tl.sum(z * exp, 0)
@@ -92,7 +92,7 @@ def add_block(
 
 
 @triton.jit
-def softmax_grad_kernel(
+def _softmax_grad_kernel(
     logits,  # (rows, columns), a row is contiguous
     stride,
     inverse_temperature,  # (rows,) fp32, as the three that follow
@@ -111,24 +111,24 @@ def softmax_grad_kernel(
     offsets = first + tl.arange(0, BLOCK)
     here = logits + row * stride + offsets
     if first + BLOCK <= columns:
-        grad = grad_of_block(tl.load(here), inverse, base, factor, steepness, SLOPE)
+        grad = _grad_of_block(tl.load(here), inverse, base, factor, steepness, SLOPE)
         tl.store(here, grad.to(logits.dtype.element_ty))
     else:
         inside = offsets < columns
-        grad = grad_of_block(tl.load(here, mask=inside), inverse, base, factor, steepness, SLOPE)
+        grad = _grad_of_block(tl.load(here, mask=inside), inverse, base, factor, steepness, SLOPE)
         tl.store(here, grad.to(logits.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def grad_of_block(logits, inverse, base, factor, steepness, SLOPE: tl.constexpr):
+def _grad_of_block(logits, inverse, base, factor, steepness, SLOPE: tl.constexpr):
     z = logits.to(tl.float32) * inverse - base
     if SLOPE:
-        factor = factor + steepness * tl.where(z < LEAST_EXPONENT, LEAST_EXPONENT, z)
+        factor = factor + steepness * tl.where(z < _LEAST_EXPONENT, _LEAST_EXPONENT, z)
     return tl.exp(z) * factor
 
 
 @triton.jit(do_not_specialize=["first", "columns", "count", "total"])
-def write_at_kernel(
+def _write_at_kernel(
     logits,  # (rows, columns), a row is contiguous
     stride,
     ids,  # (rows, count) int64, contiguous
@@ -150,25 +150,25 @@ def write_at_kernel(
 
 def row_stats_(stats: Tensor, logits: Tensor, inverse_temperature: Tensor, moment: bool, squares: bool) -> None:
     rows, columns = logits.shape
-    block = _block(columns, STATS_BLOCK)
+    block = _block(columns, _STATS_BLOCK)
     arguments = stats, inverse_temperature.contiguous(), columns, moment, squares, stats.shape[1], block
-    _launch(row_stats_kernel, (rows,), logits, *arguments, warps=8 if block > 1024 else 4)
+    _launch(_row_stats_kernel, (rows,), logits, *arguments, warps=8 if block > 1024 else 4)
 
 
 def softmax_grad_(
     logits: Tensor, inverse_temperature: Tensor, shift: Tensor, scale: Tensor, slope: Tensor | None
 ) -> None:
     rows, columns = logits.shape
-    block = _block(columns, GRAD_BLOCK)
+    block = _block(columns, _GRAD_BLOCK)
     of_rows = [each.contiguous() for each in (inverse_temperature, shift, scale, scale if slope is None else slope)]
     grid = (rows, triton.cdiv(columns, block))
-    _launch(softmax_grad_kernel, grid, logits, *of_rows, columns, slope is not None, block, warps=4)
+    _launch(_softmax_grad_kernel, grid, logits, *of_rows, columns, slope is not None, block, warps=4)
 
 
 def write_at_(logits: Tensor, ids: Tensor, values: Tensor, first: int) -> None:
     total = ids.numel()
-    arguments = ids.contiguous(), values.contiguous(), first, logits.shape[1], ids.shape[1], total, WRITE_BLOCK
-    _launch(write_at_kernel, (triton.cdiv(total, WRITE_BLOCK),), logits, *arguments, warps=4)
+    arguments = ids.contiguous(), values.contiguous(), first, logits.shape[1], ids.shape[1], total, _WRITE_BLOCK
+    _launch(_write_at_kernel, (triton.cdiv(total, _WRITE_BLOCK),), logits, *arguments, warps=4)
 
 
 def _block(columns: int, most: int) -> int:

@@ -29,8 +29,8 @@ FAULTS: dict[str, tuple[str, str, str]] = {
     "the moment of a slice is not shifted": ("shift_before * total_before)", "0.0)", "row_stats"),
     "squares are rescaled once": ("rescale * rescale * squares", "rescale * squares", "row_stats"),
     "NaN is lost": (
-        "z = tl.where(z < LEAST_EXPONENT, LEAST_EXPONENT, z)",
-        "z = tl.where(z > LEAST_EXPONENT, z, LEAST_EXPONENT)",
+        "z = tl.where(z < _LEAST_EXPONENT, _LEAST_EXPONENT, z)",
+        "z = tl.where(z > _LEAST_EXPONENT, z, _LEAST_EXPONENT)",
         "row_stats",
     ),
     "one column too many is read": ("mask=offsets < columns, other", "mask=offsets <= columns, other", "row_stats"),
@@ -42,7 +42,7 @@ FAULTS: dict[str, tuple[str, str, str]] = {
     ),
     "the slope is ignored": ("if SLOPE:", "if SLOPE and False:", "softmax_grad with slope"),
     "the slope of 0 * -inf is NaN": (
-        "tl.where(z < LEAST_EXPONENT, LEAST_EXPONENT, z)\n    return",
+        "tl.where(z < _LEAST_EXPONENT, _LEAST_EXPONENT, z)\n    return",
         "z\n    return",
         "softmax_grad with slope",
     ),
