@@ -116,7 +116,9 @@ class _ScoreHidden(torch.autograd.Function):
         grad = scorer.logits_grad(tuple(per_row), grads)
         d_weight = ctx.weight_grad(weight) if needs_weight else None
         d_bias = torch.zeros_like(bias) if needs_bias else None
-        d_rows = rows.new_zeros(rows.shape, dtype=wide if len(slices) > 1 else None) if needs_hidden else None
+        d_rows = None
+        if needs_hidden:
+            d_rows = torch.empty_like(rows) if len(slices) == 1 else torch.zeros_like(rows, dtype=wide)
         reduced = None
         for index, columns in enumerate(slices):
             if index < len(saved_logits):
@@ -139,7 +141,7 @@ class _ScoreHidden(torch.autograd.Function):
                 d_bias[columns] = d_logits.sum(dim=0, dtype=wide)
             del d_logits
         if d_rows is not None and reduced is None:  # no rows or no columns here: other ranks wait
-            reduced = ctx.gather.start_reduce(d_rows)
+            reduced = ctx.gather.start_reduce(d_rows.to(rows.dtype))
         return (
             None if reduced is None else reduced(),
             None if d_weight is None else d_weight.finish(),

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from compact_logits.engine.collectives import all_gather
+from compact_logits.engine.kernels import use_torch_kernels, verdict
 from compact_logits.engine.validation import check_flag
 from compact_logits.engine.vocab_shard import VocabShard
 from compact_logits.errors import DisagreementError, InputError
@@ -31,15 +32,16 @@ __all__ = [
     "id_bounds",
     "raise_difference",
     "rank_message",
+    "use_same_kernels",
 ]
 
 # SplitMix64's increment and first multiplier, as signed numbers: int64 products wrap around.
 _INCREMENT = 0x9E3779B97F4A7C15 - 2**64
 _MULTIPLIER = 0xBF58476D1CE4E5B9 - 2**64
 
-# In the message: whether a rank rejects its arguments, its shard's start and stop, its smallest and largest id, and the
-# facts of `compare`.
-_NUMBERS = 14
+# In the message: whether a rank rejects its arguments, whether its Triton kernels are proven, its shard's start and
+# stop, its smallest and largest id, and the facts of `compare`.
+_NUMBERS = 15
 
 _compared: WeakSet[ProcessGroup] = WeakSet()
 
@@ -62,7 +64,7 @@ class RankCheck:
     arguments with an `InputError`, every rank raises one.
 
     `check_ranks`: True for every call, False for none, None for a group's first call only, since the host waits for the
-    result. Collectives: one all-gather of 112 bytes a rank; none if the shard has no other ranks, and none for meta
+    result. Collectives: one all-gather of 120 bytes a rank; none if the shard has no other ranks, and none for meta
     tensors.
     """
 
@@ -137,10 +139,10 @@ class RankCheck:
 
     def _raise_difference(self) -> None:
         assert self._group is not None
-        bounds = id_bounds(self._ids)
-        values = [0, self._shard.start, self._shard.stop, *bounds, *self._facts.values()]
+        bounds, proven = id_bounds(self._ids), verdict(self._device).proven
+        values = [0, int(proven), self._shard.start, self._shard.stop, *bounds, *self._facts.values()]
         assert len(values) == _NUMBERS
-        refused, starts, stops, least, largest, *others = gather_facts(self._group, values, self._device)
+        refused, kernels, starts, stops, least, largest, *others = gather_facts(self._group, values, self._device)
         refusing = [f"rank {rank}" for rank, flag in enumerate(refused) if flag]
         if refusing:
             raise InputError(
@@ -150,6 +152,7 @@ class RankCheck:
         raise_difference(self._facts, others)
         check_cover(list(zip(starts, stops, strict=True)))
         check_ids(least[0], largest[0], max(stops) if self._vocab_size is None else self._vocab_size)
+        use_same_kernels(self._device, kernels)
 
 
 def digest(
@@ -231,6 +234,15 @@ def raise_difference(
                 f"the ranks that share this vocabulary were asked different things: {difference}; "
                 f"give all of them the same loss mask, tokens, temperature and settings"
             )
+
+
+def use_same_kernels(
+    device: torch.device,
+    proven: Sequence[int],  # of each rank, whether its Triton kernels are proven
+) -> None:
+    """Run the torch kernels on this rank too, if another rank has to."""
+    if verdict(device).proven and not all(proven):
+        use_torch_kernels(device, f"those of rank {list(proven).index(0)} are not proven")
 
 
 def check_cover(

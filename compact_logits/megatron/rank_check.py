@@ -14,7 +14,7 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
-from compact_logits.engine.kernels import use_torch_kernels, verdict
+from compact_logits.engine.kernels import verdict
 from compact_logits.engine.rank_check import (
     check_ids,
     digest,
@@ -23,6 +23,7 @@ from compact_logits.engine.rank_check import (
     id_bounds,
     raise_difference,
     rank_message,
+    use_same_kernels,
 )
 from compact_logits.errors import InputError
 
@@ -147,8 +148,7 @@ def check_head(
         proven = verdict(hidden.device).proven
         *of_ranks, kernels = gather_facts(group, [*facts.values(), int(proven)], hidden.device)
         raise_difference(facts, of_ranks)
-        if proven and not all(kernels):
-            use_torch_kernels(hidden.device, f"those of rank {kernels.index(0)} are not proven")
+        use_same_kernels(hidden.device, kernels)
         seen[torch.is_grad_enabled()] = state
         return
     for name, value in state.items():

@@ -61,7 +61,7 @@ def linear_log_probs(
     call; pass `False`, on all ranks, while a CUDA graph is captured. Without the comparison, an id that no shard has
     gives NaN in its row.
 
-    Collectives over `shard.group`: forward one all-gather of 112 bytes a rank where ranks are compared, and one of
+    Collectives over `shard.group`: forward one all-gather of 120 bytes a rank where ranks are compared, and one of
     three to five fp64 a row; backward one all-reduce of the gradient of `hidden`, if it needs one. Also with zero rows.
     Raises `InputError` before all but the first.
     """
@@ -98,7 +98,7 @@ def log_probs(
     backward only their gradient, in their dtype. That holds for any strides of up to three axes, if a row's logits are
     adjacent. `shard`, `entropy`, `sum_p2`, `vocab_size`, `check_ranks` and errors as in `linear_log_probs`.
 
-    Collectives over `shard.group`: forward one all-gather of 112 bytes a rank where ranks are compared, and one of
+    Collectives over `shard.group`: forward one all-gather of 120 bytes a rank where ranks are compared, and one of
     three to five fp64 a row; backward none.
     """
     with RankCheck("log_probs", shard, check_ranks, logits, targets) as check:

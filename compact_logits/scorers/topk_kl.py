@@ -77,7 +77,7 @@ def topk_kl(
     any more: whoever saved them for a backward of his own gets autograd's error, and so does a second backward.
     `check_ranks`: as in `linear_log_probs`; compared are also the loss mask, and the teacher of the rows it counts.
 
-    Collectives over `shard.group`: forward one all-gather of 112 bytes a rank where ranks are compared, and two, of
+    Collectives over `shard.group`: forward one all-gather of 120 bytes a rank where ranks are compared, and two, of
     `k + 2` (`tail`: `k + 3`) and of 5 fp64 a row (6 with a clamp), however many slices; backward none. Raises
     `InputError` before all but the first.
     """

@@ -5,12 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from compact_logits.engine import rank_check
+from compact_logits.engine.kernels.verify import Verdict
 from compact_logits.engine.rank_check import check_cover
 from compact_logits.errors import DisagreementError
 from tests.support.rank_calls import CALLS, CUTS, DIFFERENT, REMEDY, ROWS, arguments, outcome, shard
@@ -257,3 +260,20 @@ def test_shards_cover_the_vocabulary_once(bounds: list[tuple[int, int]], fault: 
         return
     with pytest.raises(DisagreementError, match=re.escape(fault) + "; pass the VocabShard of each rank's own slice$"):
         check_cover(bounds)
+
+
+def different_kernels(rank: int, world: int, function: str) -> list[str]:
+    """The reasons for which this rank changes to the torch kernels; rank 1 has them already."""
+    warned: list[str] = []
+    verdict = Verdict(rank == 0, "on purpose")
+    with (
+        mock.patch.object(rank_check, "verdict", lambda device: verdict),
+        mock.patch.object(rank_check, "use_torch_kernels", lambda device, reason: warned.append(reason)),
+    ):
+        assert outcome(CALLS[function], arguments(rank) | {"check_ranks": True}) == "nothing"
+    return warned
+
+
+@each_function
+def test_ranks_of_a_group_run_the_same_kernels(rank_pool: RankPool, function: str) -> None:
+    assert rank_pool.run(2, different_kernels, function) == [["those of rank 1 are not proven"], []]

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from compact_logits.cli.cpu_model import build_gpt, cpu_megatron
+from compact_logits.engine import rank_check as ranks_of_any_call
 from compact_logits.engine.kernels.verify import Verdict
 from compact_logits.errors import CompactLogitsError, DisagreementError, InputError
 from compact_logits.megatron import Request, attach, mark, rank_check
@@ -208,7 +209,8 @@ def unproven_kernels(rank: int, world: int) -> list[str]:
     with (
         cpu_megatron(rank, world, tp=2),
         mock.patch.object(rank_check, "verdict", lambda device: verdict),
-        mock.patch.object(rank_check, "use_torch_kernels", lambda device, reason: warned.append(reason)),
+        mock.patch.object(ranks_of_any_call, "verdict", lambda device: verdict),
+        mock.patch.object(ranks_of_any_call, "use_torch_kernels", lambda device, reason: warned.append(reason)),
     ):
         model: Any = build_gpt(tp=2, vocab=VOCAB, layers=1)
         attach(model)

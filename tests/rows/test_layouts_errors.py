@@ -59,7 +59,8 @@ def test_a_rank_outside_its_group(build, rank, size):
 def test_a_mask_as_long_as_another_response(build, entries):
     layout = build([5, 6], [2, 3], 64)
     with _refused(
-        f"the loss mask of sample 1 has {entries} entries but its response_length is 3; cut or pad it where the micro-batch is made"
+        f"the loss mask of sample 1 has {entries} entries but its response_length is 3; cut or pad it where the "
+        "micro-batch is made"
     ):
         layout.rows_of_masks([torch.ones(2), torch.ones(entries)])
 

@@ -52,7 +52,7 @@ def compute_logprobs_from_hidden(
     other call, and gather the weight, in backward too. Raises `InputError` for a head with other hooks or another
     `forward`.
 
-    Collectives over the vocabulary's mesh axis: forward one all-gather of 112 bytes a rank where ranks are compared,
+    Collectives over the vocabulary's mesh axis: forward one all-gather of 120 bytes a rank where ranks are compared,
     and one of three fp64 a row, backward one all-reduce of the gradient of the projected rows; for sharded positions
     also an all-gather of those rows, and a reduce-scatter in place of the all-reduce. Over each axis that shards the
     batch: one all-reduce of the weight's gradient.

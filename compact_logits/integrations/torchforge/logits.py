@@ -53,7 +53,7 @@ def compute_logprobs(
     `DisagreementError` if those differ, and all raise `InputError` if one does. Pass `False`, on all ranks, while a
     CUDA graph is captured.
 
-    Collectives over that axis: forward one all-gather of 112 bytes a rank where ranks are compared, and one of three
+    Collectives over that axis: forward one all-gather of 120 bytes a rank where ranks are compared, and one of three
     fp64 a row; backward none. Raises `InputError` for any other placement, shapes that do not fit, ids outside the
     vocabulary (on a device, where nothing is compared, they give NaN) and a temperature that is not positive.
     """
