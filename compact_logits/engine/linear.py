@@ -44,7 +44,8 @@ def score_hidden(
     once. Each row of the weight's gradient is one product. Padded columns (outside `scorer.shard`) contribute nothing,
     and their rows of the weight's gradient are exactly zero.
     Memory: saved for backward are the projected rows, O(rows) scalars, and the logits of as many slices as fit the
-    budget beside the slice being computed. Backward overwrites these logits; a second backward recomputes them.
+    budget beside the slice being computed. Backward overwrites these logits; a second backward recomputes them,
+    one slice beside the saved ones at a time.
     Collectives: those of `gather` and of `scorer.merge`, whatever the number of slices and also with zero rows.
     """
     if gather is None:

@@ -61,7 +61,7 @@ class RankCheck:
 
     All ranks of the vocabulary's group raise the same `DisagreementError` if their arguments differ or if their shards
     do not cover the vocabulary once, and the same `InputError` if an id is in no shard. If any rank rejects its
-    arguments with an `InputError`, every rank raises one.
+    arguments, but for its shard, with an `InputError`, every rank raises one.
 
     `check_ranks`: True for every call, False for none, None for a group's first call only, since the host waits for the
     result. Collectives: one all-gather of 120 bytes a rank; none if the shard has no other ranks, and none for meta

@@ -10,6 +10,7 @@ from megatron.core.models.gpt import GPTModel
 from compact_logits.errors import PatchError
 from compact_logits.megatron.metrics import HeadMetrics
 from compact_logits.megatron.postprocess import postprocess_wrapper
+from compact_logits.megatron.rank_check import forget_head
 from compact_logits.patching import MARKER
 
 __all__ = ["attach", "attached", "detach", "gpt_model_of", "metrics_of"]
@@ -63,9 +64,11 @@ def attach(model: Any) -> None:
 
 
 def detach(model: Any) -> None:
-    """Undo `attach`; does nothing for a model that is not attached."""
+    """Undo `attach`; does nothing for a model that is not attached. Attached again, its ranks compare its head anew."""
     if attached(model):
-        del vars(gpt_model_of(model))["_postprocess"]
+        inner = gpt_model_of(model)
+        del vars(inner)["_postprocess"]
+        forget_head(getattr(inner, "output_layer", None))
 
 
 def metrics_of(model: Any) -> HeadMetrics:

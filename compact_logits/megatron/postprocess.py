@@ -57,12 +57,10 @@ def postprocess_wrapper(original: Callable[..., Any], metrics: HeadMetrics | Non
         """What the model returns, with the request's outcome set; `None` where `original` has not run."""
         tied = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         reason = refuse_call(self, bound.arguments, native=native)
-        if reason is None:
-            reason = refuse_model(self) or refuse_head(self.output_layer, tied)
-            if reason is not None:
-                weight = self.output_layer.weight if tied is None else tied
-                check_head(self.output_layer, bound.arguments["hidden_states"], weight, request, reason)
+        reason = reason or refuse_model(self) or refuse_head(self.output_layer, tied)
         if reason is not None:
+            weight = self.output_layer.weight if tied is None else tied
+            check_head(self.output_layer, bound.arguments["hidden_states"], weight, request, reason)
             request.outcome = Outcome("full", reason)
             return None
         result: Tensor

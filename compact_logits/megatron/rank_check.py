@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from compact_logits.megatron.request import Request
 
-__all__ = ["check_head", "check_request", "host_mask", "tensor_parallel_group"]
+__all__ = ["check_head", "check_request", "forget_head", "host_mask", "tensor_parallel_group"]
 
 _Facts = Mapping[str, int | Tensor]
 
@@ -112,6 +112,14 @@ def _largest_id(facts: _Facts, of_ranks: list[tuple[int, ...]]) -> int:
     return largest[0]
 
 
+def forget_head(
+    head: Any,  # a ColumnParallelLinear
+) -> None:
+    """Let the next call of this head with a request compare the ranks anew."""
+    if head is not None:  # as on all pipeline stages but the last
+        _HEADS.pop(head, None)
+
+
 def check_head(
     head: Any,  # a ColumnParallelLinear
     hidden: Tensor,  # (sequence / tensor-parallel size, batch, hidden)
@@ -156,5 +164,5 @@ def check_head(
             raise InputError(
                 f"{name} has changed since this head's first compact call, from {before[name]} to {value}"
                 f"{f' ({refusal})' if refusal else ''}, and the other tensor-parallel ranks cannot know; keep it as it "
-                f"was, or build the model anew"
+                f"was, or detach and attach the model on every rank after the change"
             )

@@ -16,7 +16,7 @@ from compact_logits.cli.cpu_model import build_gpt, cpu_megatron
 from compact_logits.engine import rank_check as ranks_of_any_call
 from compact_logits.engine.kernels.verify import Verdict
 from compact_logits.errors import CompactLogitsError, DisagreementError, InputError
-from compact_logits.megatron import Request, attach, mark, rank_check
+from compact_logits.megatron import Request, attach, detach, mark, rank_check
 from compact_logits.rows import RowSelection
 from compact_logits.scorers.top_p import TopPMask
 from tests.support.collectives import count_collectives
@@ -158,6 +158,23 @@ def test_heads_that_differ_are_one_error_on_every_rank_at_the_first_compact_call
         assert text in of_ranks[0][name], of_ranks[0][name]
 
 
+def labels_on_one_rank(rank: int, world: int) -> str:
+    micro = micro_batch(rank, CUT, "holes")
+    with cpu_megatron(rank, world, tp=2):
+        model: Any = build_gpt(tp=2, vocab=VOCAB, layers=1)
+        attach(model)
+        loss_mask, _ = marked(micro)
+        given = {"labels": micro.tokens} if rank else {}
+        error = raised(partial(call, model, micro, loss_mask, **given))
+        assert type(error) is DisagreementError, error
+        return str(error)
+
+
+def test_a_refusal_of_the_call_on_one_rank_is_an_error_on_every_rank(rank_pool: RankPool) -> None:
+    first, second = rank_pool.run(2, labels_on_one_rank)
+    assert first == second and "whether the full path is kept of rank 1" in first
+
+
 def heads_change(rank: int, world: int) -> None:
     micro = micro_batch(rank, CUT, "holes")
     with cpu_megatron(rank, world, tp=2):
@@ -173,6 +190,10 @@ def heads_change(rank: int, world: int) -> None:
                 model.output_layer.weight.requires_grad_(False)
             error = raised(partial(asks, model, micro))
             assert type(error) is InputError and "since this head's first compact call" in str(error), (name, error)
+            if name != "a refusal of the head" and name != "a refusal of the rows":
+                detach(model)
+                attach(model)
+                assert asks(model, micro)[1].compact, name
 
 
 def test_a_head_that_changes_later_raises_and_never_takes_the_full_path(rank_pool: RankPool) -> None:
@@ -256,38 +277,3 @@ def test_collectives_of_a_micro_batch(rank_pool: RankPool) -> None:
     first, unchecked = later | {"forward": {gathers: 3}}, later | {"mark": {}}
     for found in rank_pool.run(2, counted):
         assert found == {"default": [first, later, later], "off": [unchecked] * 3}
-
-
-KEEP, LABELS = torch.arange(12) % 3 == 0, torch.arange(12)
-MASKS: dict[str, tuple[dict[str, Any], str]] = {
-    "rows": ({"keep": KEEP[:9], "labels": LABELS[:9]}, "the number of rows is 12 on rank 0, 9 on rank 1"),
-    "place": ({"keep": KEEP.roll(1), "labels": LABELS.roll(1)}, "the place of the kept rows of rank 1"),
-    "ids": ({"labels": LABELS * 2}, "the target ids of rank 1"),
-    "settings": ({"settings": (0.7,)}, "the temperature, entropy, batch size or another setting of rank 1"),
-    "top-p sets": ({"recorded": [[3, 4]]}, "the recorded top-p sets of rank 1"),
-}
-
-
-def masks_differ(rank: int, world: int) -> dict[str, str]:
-    found = {}
-    with cpu_megatron(rank, world, tp=2):
-        group = rank_check.tensor_parallel_group()
-        for name, (changed, _) in MASKS.items():
-            given = {"keep": KEEP, "labels": LABELS, "settings": (1.0,), "recorded": [], **(changed if rank else {})}
-            labels = given.pop("labels")
-            with count_collectives() as counts:
-                error = raised(partial(rank_check.host_mask, labels=lambda labels=labels: labels, group=group, **given))
-            assert type(error) is DisagreementError and counts == {"all_gather_into_tensor": 1}, (name, error)
-            found[name] = str(error)
-        # Ids of rows that are not kept may be any: -200 stands for an image in some prompts.
-        keep, largest = rank_check.host_mask(KEEP, lambda: torch.where(KEEP, LABELS, -200), (1.0,), group)
-        assert torch.equal(keep, KEEP) and keep.dtype == torch.bool and largest == 9
-        assert rank_check.host_mask(KEEP[:0], lambda: LABELS[:0], (), group)[0].shape == (0,)
-    return found
-
-
-def test_masks_that_differ_are_found_on_their_way_to_the_host(rank_pool: RankPool) -> None:
-    of_ranks = rank_pool.run(2, masks_differ)
-    assert of_ranks[0] == of_ranks[1]
-    for name, (_, text) in MASKS.items():
-        assert text in of_ranks[0][name], of_ranks[0][name]

@@ -73,7 +73,7 @@ def prove_on_all_ranks(*, strict: bool = False) -> Verdict:
     if strict and not mine.proven:
         raise RefusedError(
             f"COMPACT_LOGITS=strict: the Triton kernels are not proven here: {mine.reason}; set COMPACT_LOGITS=1 to "
-            f"run the torch kernels, which are slower and give the same numbers"
+            f"run the torch kernels, which are slower"
         )
     return mine
 
