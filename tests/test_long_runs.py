@@ -30,6 +30,8 @@ from tests.support.ranks import RankPool, run_ranks
 from tests.support.slime_stand_in import run_arguments, slime_stand_in
 from tests.support.torchforge_tree import forge_modules
 
+pytestmark = pytest.mark.slow
+
 MICRO_BATCHES = 2000
 HIDDEN, WIDE = 64, 1024
 CHUNK_BYTES = 2**18

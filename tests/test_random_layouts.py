@@ -28,6 +28,8 @@ from tests.support.random_run import Part, run_alone, run_on_ranks
 from tests.support.random_soak import check, draw, main, soak
 from tests.support.ranks import RankPool
 
+pytestmark = pytest.mark.slow
+
 
 @given(examples(ranks=False))
 @settings(max_examples=120, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])

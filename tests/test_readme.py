@@ -23,6 +23,8 @@ from tests.support.pictures import is_picture
 from tests.support.ranks import RankPool
 from tests.support.source_tree import ROOT
 
+pytestmark = pytest.mark.slow
+
 TEXT = (ROOT / "README.md").read_text()
 # The environment that tools/demo and tools/test make at their first call; where it is not there yet, this one is used.
 MADE = ROOT / ".venv" / f"py{sys.version_info.major}{sys.version_info.minor}" / "installed"

@@ -19,6 +19,8 @@ from compact_logits.cli.bench_peers import ROOTS, find_peers
 from compact_logits.cli.bench_run import make_ways, run_case
 from compact_logits.cli.bench_ways import Peer, as_shipped, full_path, log_softmax, on_selected_rows, ours
 
+pytestmark = pytest.mark.slow
+
 CASE = Case(tokens=24, density=0.5, hidden=8, vocab=50, dtype=torch.float32, entropy="loss", device=torch.device("cpu"))
 EVERY = ("none", "metric", "loss")
 TINY = ["bench", "--tokens", "24", "--hidden", "8", "--vocab", "50", "--rounds", "2", "--no-peers", "--device", "cpu"]

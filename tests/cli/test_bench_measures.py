@@ -20,6 +20,8 @@ from compact_logits.cli.bench_ways import Peer, log_softmax
 from compact_logits.cli.torchforge_paths import ways
 from tests.support.source_tree import ROOT
 
+pytestmark = pytest.mark.slow
+
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 
 

@@ -22,6 +22,8 @@ from compact_logits.cli.bench_peers import ROOTS, find_peers
 from compact_logits.cli.bench_ways import Peer, as_shipped, full_path, log_softmax, on_selected_rows
 from tests.support.ranks import run_ranks
 
+pytestmark = pytest.mark.slow
+
 CASE = Case(tokens=24, density=0.5, hidden=8, vocab=50, dtype=torch.float32, entropy="loss", device=torch.device("cpu"))
 
 Pair = tuple[Tensor, Tensor]

@@ -25,6 +25,8 @@ from compact_logits.errors import RefusedError
 from tests.support.pictures import is_picture
 from tests.support.ranks import RankPool
 
+pytestmark = pytest.mark.slow
+
 
 def small_job(dtype: torch.dtype, steps: int = 2) -> Job:
     """Three shipped trajectories cut short, the failed one among them, and one with a response of one token."""

@@ -21,6 +21,8 @@ from tests.support.megatron_rl_stand_in import build_stand_in, stand_in
 from tests.support.megatron_rl_tree import needs_tree, on_tree_ranks, rl_utils_on_cpu, settings
 from tests.support.ranks import RankPool
 
+pytestmark = pytest.mark.slow
+
 BATCH, SEQUENCE, VOCAB, CHUNK = 3, 64, 4096, 2**20
 QWEN = Policy(vocab=248_320, hidden=4096, sequence=8192, tp=2)
 

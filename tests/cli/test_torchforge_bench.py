@@ -16,6 +16,8 @@ from compact_logits.cli.torchforge_rank import Measured, Sizes, bench_rank
 from compact_logits.cli.torchforge_seed import SEED_CASE, simulate_ways
 from tests.support.ranks import run_ranks
 
+pytestmark = pytest.mark.slow
+
 SMALL = Sizes(
     batch=2,
     prompt=2,

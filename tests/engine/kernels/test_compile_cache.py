@@ -13,6 +13,8 @@ import pytest
 
 from tests.support.source_tree import ROOT
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("triton", minversion="3.7", reason="Triton 3.7 or newer is not installed")
 
 RANKS = 4

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 # The interpreter of older ones fails with numpy 2.4.
 pytest.importorskip("triton", minversion="3.7", reason="Triton 3.7 or newer is not installed")
 pytest.importorskip("numpy", reason="Triton's interpreter needs numpy")

@@ -15,6 +15,8 @@ pytest.importorskip("triton", minversion="3.7", reason="Triton 3.7 or newer is n
 from compact_logits.engine.kernels import new_stats
 from tests.support.cubin import Compiled, Launch, launches_of
 
+pytestmark = pytest.mark.slow
+
 CAPABILITIES = (80, 90, 100)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ROWS = 6554
