@@ -56,7 +56,11 @@ class PlanReport:
             "card": None
             if self.memory is None
             else {"memory_bytes": self.memory[0], "reserved_bytes": self.memory[1], "free_bytes": plan.free_bytes},
-            "logits": {**asdict(_slices(head)), "slices": len(_slices(head)), "bytes": _logits_bytes(head)},
+            "logits": {
+                "bytes": _logits_bytes(head),
+                "slices": len(_slices(head)),
+                "saved_slices": _slices(head).saved,
+            },
             "weight": {"bytes": _weight_bytes(head), "tied": self.preset.tied},
             "rollouts": None if plan.traffic is None else self._traffic_as_json(plan.traffic),
         }
@@ -107,11 +111,11 @@ class PlanReport:
     def _print_logits(self, head: HeadSize) -> None:
         slices, source = _slices(head), "--chunk-bytes" if head.chunk_bytes else "the default on a GPU"
         print(
-            f"logits of the compact path: {gib(_logits_bytes(head))} at a time, in {len(slices):,} slices of the "
-            f"vocabulary, {slices.saved:,} of them kept for backward"
+            f"logits of the compact path: {gib(_logits_bytes(head))} at a time; slices of the vocabulary: "
+            f"{len(slices):,}, saved for backward: {slices.saved:,}"
         )
         print(f"their budget: {gib(_budget(head))} ({source}; COMPACT_LOGITS_CHUNK_BYTES sets it for the frameworks)")
-        print("what is kept for backward is held until then: under pipeline parallelism by every micro-batch in flight")
+        print("saved logits are in memory until backward: under pipeline parallelism of every micro-batch in flight")
 
     def _print_traffic(self, traffic: Traffic) -> None:
         rows = []

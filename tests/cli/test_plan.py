@@ -48,16 +48,16 @@ def test_by_default_logits_take_what_a_gpu_may_hold(capsys: Any) -> None:
     report, small = (plan(capsys, *head, *more) for more in ((), ("--chunk-bytes", "256MiB")))
     assert report["setup"]["chunk_bytes"] == 2**30 and small["setup"]["chunk_bytes"] == 2**28
     logits = 6554 * 62080 * 2
-    assert (report["logits"]["slices"], report["logits"]["kept"], report["logits"]["bytes"]) == (1, 1, logits)
+    assert report["logits"] == {"bytes": logits, "slices": 1, "saved_slices": 1}
     assert logits < report["compact_path"]["saved_bytes"] < 1.1 * logits
-    assert small["logits"]["slices"] > small["logits"]["kept"] > 0
+    assert small["logits"]["slices"] > small["logits"]["saved_slices"] > 0
     assert small["logits"]["bytes"] <= 2**28
     assert main(["plan", *head]) == 0
     printed = " ".join(capsys.readouterr().out.split())
     for said in (
-        "logits of the compact path: 0.76 GiB at a time, in 1 slices of the vocabulary, 1 of them kept for backward",
+        "logits of the compact path: 0.76 GiB at a time; slices of the vocabulary: 1, saved for backward: 1",
         "their budget: 1.00 GiB (the default on a GPU; COMPACT_LOGITS_CHUNK_BYTES sets it for the frameworks)",
-        "held until then: under pipeline parallelism by every micro-batch in flight",
+        "saved logits are in memory until backward: under pipeline parallelism of every micro-batch in flight",
     ):
         assert said in printed
 
