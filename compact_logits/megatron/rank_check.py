@@ -139,9 +139,6 @@ def check_head(
     group = getattr(head, "tp_group", None)  # a head of another type, which is refused, has none
     if request.check_ranks is False or group is None or group.size() == 1:
         return
-    vocab = head.output_size if request.vocab_size is None else request.vocab_size
-    if request.largest_id is not None:
-        check_ids(0, request.largest_id, vocab)
     state: dict[str, object] = {
         "whether the full path is kept": refusal is not None,
         "the dtype of the hidden states": hidden.dtype,
@@ -157,8 +154,7 @@ def check_head(
         *of_ranks, kernels = gather_facts(group, [*facts.values(), int(proven)], hidden.device)
         raise_difference(facts, of_ranks)
         use_same_kernels(hidden.device, kernels)
-        seen[torch.is_grad_enabled()] = state
-        return
+        before = seen[torch.is_grad_enabled()] = state
     for name, value in state.items():
         if value != before[name]:
             raise InputError(
@@ -166,3 +162,5 @@ def check_head(
                 f"{f' ({refusal})' if refusal else ''}, and the other tensor-parallel ranks cannot know; keep it as it "
                 f"was, or detach and attach the model on every rank after the change"
             )
+    if request.largest_id is not None and refusal is None:  # a refused head may have no output_size
+        check_ids(0, request.largest_id, head.output_size if request.vocab_size is None else request.vocab_size)

@@ -10,6 +10,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from torch import Tensor
 
 from compact_logits.cli.cpu_model import build_gpt, cpu_megatron
@@ -173,6 +174,25 @@ def labels_on_one_rank(rank: int, world: int) -> str:
 def test_a_refusal_of_the_call_on_one_rank_is_an_error_on_every_rank(rank_pool: RankPool) -> None:
     first, second = rank_pool.run(2, labels_on_one_rank)
     assert first == second and "whether the full path is kept of rank 1" in first
+
+
+class OtherHead(ColumnParallelLinear):
+    """A head of another type, with a group and without a size of that name, as Transformer Engine's linear layers."""
+
+
+def other_head(rank: int, world: int) -> str:
+    micro = micro_batch(rank, CUT, "holes")
+    with cpu_megatron(rank, world, tp=2):
+        model: Any = build_gpt(tp=2, vocab=VOCAB, layers=1)
+        model.output_layer.__class__ = OtherHead
+        del model.output_layer.output_size
+        attach(model)
+        return asks(model, micro)[1].reason
+
+
+def test_a_head_of_another_type_keeps_the_full_path_on_every_rank(rank_pool: RankPool) -> None:
+    for reason in rank_pool.run(2, other_head):
+        assert reason.startswith("the output layer is a OtherHead")
 
 
 def heads_change(rank: int, world: int) -> None:
